@@ -1,0 +1,106 @@
+"""The models that every layout must train alike. A new kind or shape is one row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vha_paddle.config import Recipe, recipe_from_dict
+
+NUM_STEPS = 4
+SEQUENCE, GLOBAL_BATCH, MICRO_BATCH = 7, 4, 2
+VOCAB, HIDDEN, INTERMEDIATE, LAYERS, HEAD_DIM = 56, 24, 32, 2, 6
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    attention: dict[str, Any]
+    tied: bool
+    decay_target: str | None = None
+
+    def recipe(self, tensor_degree: int) -> Recipe:
+        """A recipe of this model; clipping is active at every step."""
+        return recipe_from_dict(
+            {
+                "run": {"name": self.name, "seed": 5, "output": "unused"},
+                "model": {
+                    "vocab_size": VOCAB,
+                    "hidden_size": HIDDEN,
+                    "intermediate_size": INTERMEDIATE,
+                    "num_hidden_layers": LAYERS,
+                    "rope_theta": 100.0,
+                    "tie_word_embeddings": self.tied,
+                    "attention": {"head_dim": HEAD_DIM, **self.attention},
+                },
+                "data": {
+                    "train": "unused",
+                    "tokenizer": "unused",
+                    "sequence_length": SEQUENCE,
+                    "global_batch_size": GLOBAL_BATCH,
+                    "micro_batch_size": MICRO_BATCH,
+                },
+                "optim": {"lr": 2e-4, "max_grad_norm": 0.3, "decay_target": self.decay_target},
+                "schedule": {"kind": "cosine", "total_tokens": 1000, "warmup_tokens": 0, "min_lr": 0.0},
+                "parallel": {"tensor": tensor_degree},
+            },
+            source=self.name,
+        )
+
+
+def _grouped(num_query: int, num_kv: int) -> dict[str, Any]:
+    return {"kind": "grouped", "num_attention_heads": num_query, "num_key_value_heads": num_kv}
+
+
+def _vha(num_virtual: int, num_kv: int, rank: int) -> dict[str, Any]:
+    return {
+        "kind": "vha",
+        "num_attention_heads": num_virtual,
+        "num_key_value_heads": num_kv,
+        "postmix_rank": rank,
+    }
+
+
+CASES = (
+    Case("vha_2_groups_tied", _vha(8, 2, 3), tied=True, decay_target="identity"),
+    Case("vha_3_groups_untied", _vha(12, 3, 2), tied=False, decay_target="zero"),
+    Case("vha_1_group", _vha(4, 1, 4), tied=True, decay_target="none"),
+    Case("mha", _grouped(4, 4), tied=True),
+    Case("gqa_4", _grouped(8, 4), tied=False),
+    Case("gqa_2_fewer_kv_heads_than_ranks", _grouped(8, 2), tied=True),
+    Case("mqa", _grouped(4, 1), tied=False),
+)
+
+
+def batches(case: Case) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The same global batches for every layout."""
+    generator = np.random.default_rng(len(case.name))
+    for _ in range(NUM_STEPS):
+        tokens = generator.integers(0, VOCAB, (GLOBAL_BATCH, SEQUENCE + 1))
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+def starting_weights(case: Case) -> dict[str, np.ndarray]:
+    """Trained-size weights: at initialisation Postmix is the identity and Premix nearly so, which hides faults."""
+    from vha_paddle.model.decoder import build_decoder
+    from vha_paddle.parallel.mesh import Mesh
+    from vha_paddle.parallel.placement import info_of
+
+    generator = np.random.default_rng(7)
+    weights = {}
+    for name, parameter in build_decoder(case.recipe(1).model, Mesh(), seed=1).named_tensors().items():
+        shape = tuple(parameter.shape)
+        noise = generator.standard_normal(shape)
+        decay = info_of(parameter).decay
+        if decay == "gain":
+            weights[name] = 1 + 0.3 * noise
+        elif decay == "premix":
+            weights[name] = np.eye(shape[-1]) + 0.5 * noise
+        elif decay == "postmix":
+            weights[name] = 0.5 * noise
+        else:
+            weights[name] = 0.3 * noise
+    return weights

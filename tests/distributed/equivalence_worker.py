@@ -1,0 +1,76 @@
+"""Train every case for a few steps under one layout and leave losses, gradients and weights as logical tensors.
+
+Run once per rank: `python equivalence_worker.py WORK_DIRECTORY TENSOR_DEGREE DTYPE`. The starting weights of each
+case lie in WORK_DIRECTORY/<case>.start.safetensors; results go to <case>.<layout>.<dtype>.safetensors.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import paddle
+
+from tests.distributed.cases import CASES, NUM_STEPS, Case, batches
+from vha_paddle.checkpoint.load import load_parameters
+from vha_paddle.checkpoint.save import host_array
+from vha_paddle.config import Parallel
+from vha_paddle.model.decoder import build_decoder
+from vha_paddle.parallel.gradients import clip_by_global_norm, sum_partial_gradients
+from vha_paddle.parallel.mesh import Mesh, start_mesh
+from vha_paddle.parallel.placement import info_of
+from vha_paddle.tensor_file import create_tensors, fill_tensors, read_tensors
+from vha_paddle.train.optimizer import Optimizer
+from vha_paddle.train.step import accumulate_gradients
+
+
+def run_case(case: Case, directory: Path, layout: str, dtype: str, mesh: Mesh) -> None:
+    """Train one case; every rank writes its slices of the first gradient and of the last weights."""
+    recipe = case.recipe(mesh.tensor_degree)
+    model = build_decoder(recipe.model, mesh, seed=99, dtype=dtype)
+    parameters = model.named_tensors()
+    load_parameters(parameters, read_tensors(directory / f"{case.name}.start.safetensors"), mesh)
+    optimizer = Optimizer(list(parameters.values()), recipe)
+    result = directory / f"{case.name}.{layout}.{dtype}.safetensors"
+    if mesh.is_main:
+        kind = np.dtype(dtype)
+        shapes = {name: info_of(parameter).placement.shape for name, parameter in parameters.items()}
+        tensors = {f"gradient/{name}": (kind, shape) for name, shape in shapes.items()}
+        tensors |= {f"weight/{name}": (kind, shape) for name, shape in shapes.items()}
+        tensors |= {"losses": (np.dtype(np.float64), (NUM_STEPS,)), "norms": (np.dtype(np.float64), (NUM_STEPS,))}
+        create_tensors(result, tensors, {})
+    mesh.barrier()
+    output = fill_tensors(result)
+
+    def write(prefix: str, parameter: paddle.Tensor, tensor: paddle.Tensor) -> None:
+        info = info_of(parameter)
+        target = output.array(f"{prefix}/{info.name}")
+        info.placement.write_slice(target, host_array(tensor), mesh.tensor_rank, mesh.tensor_degree)
+
+    for step, (tokens_BS, labels_BS) in enumerate(batches(case)):
+        loss = accumulate_gradients(model, tokens_BS, labels_BS, recipe.data.micro_batch_size)
+        sum_partial_gradients(optimizer.parameters, mesh)
+        if step == 0:
+            for parameter in optimizer.parameters:
+                write("gradient", parameter, parameter.grad)
+        norm = clip_by_global_norm(optimizer.parameters, recipe.optim.max_grad_norm, mesh)
+        optimizer.step(recipe.optim.lr)
+        if mesh.is_main:
+            output.array("losses")[step], output.array("norms")[step] = loss, norm
+    for parameter in optimizer.parameters:
+        write("weight", parameter, parameter)
+    output.flush()
+
+
+def main() -> None:
+    directory, degree, dtypes = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(",")
+    mesh = start_mesh(Parallel(tensor=degree), degree)
+    for dtype in dtypes:
+        for case in CASES:
+            run_case(case, directory, f"tp{degree}", dtype, mesh)
+    mesh.barrier()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Tensor parallel degrees 2 and 4 train as one process does: losses, every gradient, weights after clipped steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.distributed.cases import CASES, NUM_STEPS, Case, starting_weights
+from tests.distributed.launch import run_ranks
+from tests.tolerances import FLOAT32, FLOAT64, assert_close
+from vha_paddle.tensor_file import TensorFile, create_tensors, fill_tensors, read_tensors
+
+WORKER = Path(__file__).with_name("equivalence_worker.py")
+TOLERANCE = {"float32": FLOAT32, "float64": FLOAT64}
+DEGREES = (1, 2, 4)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run every layout once over all cases, from the same starting weights."""
+    directory = tmp_path_factory.mktemp("tensor_parallel")
+    for case in CASES:
+        weights = starting_weights(case)
+        path = directory / f"{case.name}.start.safetensors"
+        create_tensors(path, {name: (array.dtype, array.shape) for name, array in weights.items()}, {})
+        file = fill_tensors(path)
+        for name, array in weights.items():
+            file.array(name)[...] = array
+        file.flush()
+    for degree in DEGREES:
+        run_ranks(WORKER, degree, [str(directory), str(degree), "float32,float64"], timeout=600)
+    return directory
+
+
+def read(results: Path, case: Case, degree: int, dtype: str) -> TensorFile:
+    return read_tensors(results / f"{case.name}.tp{degree}.{dtype}.safetensors")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("degree", DEGREES[1:])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+class TestTensorParallelEqualsOneProcess:
+    def test_losses_and_gradient_norms(self, results: Path, case: Case, degree: int, dtype: str) -> None:
+        one, many = read(results, case, 1, dtype), read(results, case, degree, dtype)
+        for name in ("losses", "norms"):
+            assert_close(many.array(name), one.array(name), TOLERANCE[dtype], name)
+
+    @pytest.mark.parametrize("what", ["gradient", "weight"])
+    def test_every_tensor(self, results: Path, case: Case, degree: int, dtype: str, what: str) -> None:
+        one, many = read(results, case, 1, dtype), read(results, case, degree, dtype)
+        names = [name for name in one if name.startswith(what)]
+        assert len(names) == len(starting_weights(case))
+        for name in names:
+            assert np.abs(one.array(name)).max() > 0, f"{name} is zero, so it proves nothing"
+            assert_close(many.array(name), one.array(name), TOLERANCE[dtype], name)
+
+
+def test_clipping_was_active(results: Path) -> None:
+    for case in CASES:
+        norms = read(results, case, 1, "float64").array("norms")
+        assert norms.shape == (NUM_STEPS,) and (norms > case.recipe(1).optim.max_grad_norm).all()

@@ -1,0 +1,60 @@
+"""Train a model from a recipe."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout without installing
+
+from vha_paddle.config import load_recipe, recipe_to_yaml
+from vha_paddle.errors import run_tool
+from vha_paddle.host import prepare_process
+
+EPILOG = """\
+examples:
+  one process:            python tools/train.py recipes/quickstart.yaml parallel.tensor=1
+  two ranks, one machine: python -m paddle.distributed.launch --nproc_per_node 2 \\
+                            tools/train.py recipes/quickstart.yaml
+  another learning rate:  python tools/train.py recipes/quickstart.yaml optim.lr=3e-4 run.output=runs/lr3e-4
+  what would run:         python tools/train.py recipes/quickstart.yaml --dry-run
+
+The run directory (run.output) holds metrics.jsonl (one JSON object per step), recipe.yaml (the recipe as it ran)
+and checkpoints/. Starting the same command again continues from the newest complete checkpoint.
+exit codes: 0 done, 1 the run failed, 2 the recipe or the command line is wrong (nothing was written).
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe", type=Path, help="YAML file, see recipes/")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change a key of the recipe")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--print-config", action="store_true", help="print the resolved recipe and stop")
+    action.add_argument("--dry-run", action="store_true", help="print what would run (sizes, steps, memory) and stop")
+    parser.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
+    arguments = parser.parse_args()
+    if arguments.json and not arguments.dry_run:
+        parser.error("--json belongs to --dry-run")
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if arguments.print_config:
+        print(recipe_to_yaml(recipe), end="")
+    elif arguments.dry_run:
+        from vha_paddle.counts import render, summary
+
+        figures = summary(recipe)
+        print(json.dumps(figures, indent=2) if arguments.json else render(figures))
+    else:
+        prepare_process()
+        from vha_paddle.train.run import run
+
+        run(recipe)
+
+
+if __name__ == "__main__":
+    run_tool(main)

@@ -1,0 +1,13 @@
+"""Attention kinds by the name a recipe gives them, `model.attention.kind`."""
+
+from __future__ import annotations
+
+from paddle import nn
+
+from vha_paddle.attention.grouped import SelfAttentionGrouped
+from vha_paddle.attention.virtual_head import SelfAttentionVHA
+
+REGISTRY: dict[str, type[nn.Layer]] = {
+    "grouped": SelfAttentionGrouped,
+    "vha": SelfAttentionVHA,
+}

@@ -1,0 +1,64 @@
+"""Grouped-query attention of the Qwen3 architecture. K = N is multi-head, K = 1 multi-query attention."""
+
+from __future__ import annotations
+
+import paddle
+import paddle.nn.functional as F
+from paddle import nn
+
+from vha_paddle.attention.base import RotaryTables, norm_and_rotate
+from vha_paddle.config import GroupedAttention
+from vha_paddle.ops.attention import causal_attention
+from vha_paddle.parallel.init import Normal
+from vha_paddle.parallel.scope import RMSNorm, Scope
+
+
+class SelfAttentionGrouped(nn.Layer):
+    """q, k, v projections, QK-norm, RoPE, causal attention, output projection.
+
+    Tensor parallel: query heads are split, and KV heads with them where the degree divides K. With fewer KV heads
+    than ranks, every rank holds W_K and W_V whole and computes the one KV head its query heads read.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        config: GroupedAttention,
+        rms_norm_eps: float = 1e-6,
+        initializer_range: float = 0.02,
+        scope: Scope | None = None,
+    ) -> None:
+        super().__init__()
+        scope = scope or Scope.standalone("self_attn")
+        mesh, init = scope.mesh, Normal(initializer_range)
+        num_query, num_kv, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.mesh, self.head_dim = mesh, head_dim
+        self.kv_columns: slice | None = None
+        self.q_proj = scope.child("q_proj").column_linear(hidden_size, num_query * head_dim, init)
+        if num_kv % mesh.tensor_degree == 0:
+            self.k_proj = scope.child("k_proj").column_linear(hidden_size, num_kv * head_dim, init)
+            self.v_proj = scope.child("v_proj").column_linear(hidden_size, num_kv * head_dim, init)
+        else:
+            self.k_proj = scope.child("k_proj").replicated_linear(hidden_size, num_kv * head_dim, init)
+            self.v_proj = scope.child("v_proj").replicated_linear(hidden_size, num_kv * head_dim, init)
+            group = mesh.tensor_rank * num_kv // mesh.tensor_degree
+            self.kv_columns = slice(group * head_dim, (group + 1) * head_dim)
+        self.q_norm = RMSNorm(scope.child("q_norm"), head_dim, rms_norm_eps, partial_gradient=True)
+        self.k_norm = RMSNorm(scope.child("k_norm"), head_dim, rms_norm_eps, partial_gradient=True)
+        self.o_proj = scope.child("o_proj").row_linear(num_query * head_dim, hidden_size, init)
+
+    def forward(self, x_BSD: paddle.Tensor, rope: RotaryTables) -> paddle.Tensor:
+        x_BSD = self.mesh.enter_tensor_region(x_BSD)
+        batch, sequence, _ = x_BSD.shape
+        q_BSNH = self.q_proj(x_BSD).reshape([batch, sequence, -1, self.head_dim])
+        k_BSKH = self._key_value(x_BSD, self.k_proj).reshape([batch, sequence, -1, self.head_dim])
+        v_BSKH = self._key_value(x_BSD, self.v_proj).reshape([batch, sequence, -1, self.head_dim])
+        q_BSNH = norm_and_rotate(q_BSNH, self.q_norm, rope)
+        k_BSKH = norm_and_rotate(k_BSKH, self.k_norm, rope)
+        y_BSNH = causal_attention(q_BSNH, k_BSKH, v_BSKH)
+        return self.o_proj(y_BSNH.reshape([batch, sequence, -1]))
+
+    def _key_value(self, x_BSD: paddle.Tensor, projection: nn.Layer) -> paddle.Tensor:
+        if self.kv_columns is None:
+            return projection(x_BSD)
+        return F.linear(x_BSD, projection.weight[:, self.kv_columns])

@@ -1,0 +1,1 @@
+"""Checkpoints: logical tensors under canonical names, whatever layout trained them."""

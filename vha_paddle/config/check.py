@@ -1,0 +1,133 @@
+"""Rules of a recipe that join several keys. Each breach names the key, the value, the rule and the remedy."""
+
+from __future__ import annotations
+
+from vha_paddle.config.schema import Model, Parallel, Recipe, VirtualHeadAttention, WSDSchedule
+from vha_paddle.errors import UserError
+
+
+def check(recipe: Recipe) -> None:
+    """Raise `UserError` for the first rule that the recipe breaks."""
+    _check_model(recipe.model)
+    _check_unsupported_axes(recipe.parallel)
+    _check_tensor_parallel(recipe.model, recipe.parallel.tensor)
+    _check_data(recipe)
+    _check_optimisation(recipe)
+    _check_logging(recipe)
+
+
+def _check_model(model: Model) -> None:
+    attention = model.attention
+    if attention.num_attention_heads % attention.num_key_value_heads:
+        raise UserError(
+            f"model.attention.num_attention_heads={attention.num_attention_heads}: must be a multiple of "
+            f"model.attention.num_key_value_heads={attention.num_key_value_heads}; "
+            f"use {_multiples(attention.num_attention_heads, attention.num_key_value_heads)}"
+        )
+    if attention.head_dim % 2:
+        raise UserError(
+            f"model.attention.head_dim={attention.head_dim}: RoPE turns pairs of channels, so it must be even; "
+            f"use {attention.head_dim + 1}"
+        )
+
+
+def _check_unsupported_axes(parallel: Parallel) -> None:
+    for key in ("pipeline", "virtual_pipeline", "data", "sharding", "sharding_stage", "context", "expert"):
+        value = getattr(parallel, key)
+        if value != 1:
+            raise UserError(f"parallel.{key}={value}: this axis is not available yet; use 1")
+    if parallel.sequence:
+        raise UserError("parallel.sequence=true: sequence parallel is not available yet; use false")
+
+
+def _check_tensor_parallel(model: Model, degree: int) -> None:
+    """The split of each kind is described in its attention module."""
+    attention = model.attention
+    num_kv_heads = attention.num_key_value_heads
+    if isinstance(attention, VirtualHeadAttention):
+        heads = ("physical heads (num_attention_heads / num_key_value_heads)", attention.num_physical_heads)
+    else:
+        heads = ("model.attention.num_attention_heads", attention.num_attention_heads)
+    splits = [heads, ("model.vocab_size", model.vocab_size), ("model.intermediate_size", model.intermediate_size)]
+
+    def broken(candidate: int) -> str | None:
+        for name, size in splits:
+            if size % candidate:
+                return f"must divide {name}={size}"
+        if attention.kind == "grouped" and num_kv_heads % candidate and candidate % num_kv_heads:
+            return f"must divide model.attention.num_key_value_heads={num_kv_heads} or be a multiple of it"
+        return None
+
+    rule = broken(degree)
+    if rule is not None:
+        works = [candidate for candidate in range(1, 2 * degree) if broken(candidate) is None]
+        nearest = sorted(sorted(works, key=lambda candidate: abs(candidate - degree))[:2])
+        raise UserError(f"parallel.tensor={degree}: {rule}; use {' or '.join(map(str, nearest))}")
+
+
+def _check_data(recipe: Recipe) -> None:
+    data, model = recipe.data, recipe.model
+    if data.sequence_length > model.max_position_embeddings:
+        raise UserError(
+            f"data.sequence_length={data.sequence_length}: must not exceed "
+            f"model.max_position_embeddings={model.max_position_embeddings}; raise the latter"
+        )
+    per_microbatch = data.micro_batch_size * recipe.num_data_ranks
+    if data.global_batch_size % per_microbatch:
+        raise UserError(
+            f"data.global_batch_size={data.global_batch_size}: must be a multiple of data.micro_batch_size="
+            f"{data.micro_batch_size} times {recipe.num_data_ranks} data ranks; "
+            f"use {_multiples(data.global_batch_size, per_microbatch)}"
+        )
+    if recipe.num_steps < 1:
+        raise UserError(
+            f"schedule.total_tokens={recipe.schedule.total_tokens}: one optimizer step takes "
+            f"{recipe.tokens_per_step} tokens (global_batch_size * sequence_length); use at least that"
+        )
+
+
+def _check_optimisation(recipe: Recipe) -> None:
+    optim, schedule = recipe.optim, recipe.schedule
+    if schedule.min_lr > optim.lr:
+        raise UserError(f"schedule.min_lr={schedule.min_lr}: must not exceed optim.lr={optim.lr}; lower it")
+    falls = schedule.decay_tokens if isinstance(schedule, WSDSchedule) else 0
+    if schedule.warmup_tokens + falls > schedule.total_tokens:
+        raise UserError(
+            f"schedule.warmup_tokens={schedule.warmup_tokens}: warmup and decay together exceed "
+            f"schedule.total_tokens={schedule.total_tokens}; shorten one"
+        )
+    has_maps = isinstance(recipe.model.attention, VirtualHeadAttention)
+    if has_maps and optim.decay_target is None:
+        raise UserError(
+            "optim.decay_target=null: model.attention.kind=vha needs to know where decay pulls Premix and Postmix; "
+            "use identity, zero (as upstream) or none"
+        )
+    if not has_maps and optim.decay_target is not None:
+        raise UserError(
+            f"optim.decay_target={optim.decay_target}: has no effect with model.attention.kind="
+            f"{recipe.model.attention.kind}; remove the key"
+        )
+
+
+def _check_logging(recipe: Recipe) -> None:
+    logging = recipe.logging
+    if logging.eval_interval is not None and recipe.data.validation is None:
+        raise UserError(
+            f"logging.eval_interval={logging.eval_interval}: has no effect without data.validation; "
+            "name a validation set or remove the key"
+        )
+    if logging.wandb != "off" and logging.wandb_project is None:
+        raise UserError(
+            f"logging.wandb_project=null: a project is required with logging.wandb={logging.wandb}; name one"
+        )
+    if logging.wandb == "off" and logging.wandb_project is not None:
+        raise UserError(
+            f"logging.wandb_project={logging.wandb_project}: has no effect with logging.wandb=off; "
+            "use offline or online, or remove the key"
+        )
+
+
+def _multiples(value: int, unit: int) -> str:
+    """The multiples of `unit` on either side of `value`."""
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else f"{unit}"

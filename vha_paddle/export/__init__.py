@@ -1,0 +1,1 @@
+"""From a checkpoint to a directory that stock Hugging Face clients load."""

@@ -1,0 +1,223 @@
+"""From a checkpoint to a Hugging Face directory: fold, write, verify, and only then give it its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import vha_paddle
+from vha_paddle.checkpoint import layout
+from vha_paddle.checkpoint.layout import Checkpoint
+from vha_paddle.config import VirtualHeadAttention
+from vha_paddle.counts import parameters
+from vha_paddle.errors import RunError, UserError
+from vha_paddle.export.card import cache_bytes, model_card
+from vha_paddle.export.config import ExportDtype, write_json
+from vha_paddle.export.plan import NUMPY_DTYPES, PlannedTensor, decoder_shape, plan_export
+from vha_paddle.export.tokenizer import TokenizerExport
+from vha_paddle.export.verify import Verification
+from vha_paddle.export.writer import (
+    MAX_SHARD_BYTES,
+    REPORT_FILE,
+    Progress,
+    check_output,
+    output_directory,
+    write_hf_model,
+)
+from vha_paddle.fold import fold_state
+from vha_paddle.names import DecoderShape, account, check_shape, expected_tensors, to_hf
+from vha_paddle.tensor_file import TensorFile
+
+Verify = Callable[[Path, Path], Verification]
+"""From the checkpoint's path and the exported directory to the comparison of their logits."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint known to be exportable: intact, of the right kind, with exactly the model's tensors."""
+
+    checkpoint: Checkpoint
+    shape: DecoderShape
+    tensors: TensorFile
+    tokenizer: TokenizerExport
+
+
+def open_source(checkpoint: Path, plain: bool) -> Source:
+    """Open a checkpoint for export and check all that can be checked without reading the weights.
+
+    Args:
+        checkpoint: its directory, or a run's, whose newest is taken.
+        plain: whether a model without Premix and Postmix is meant, which is exported as it is.
+
+    Raises:
+        UserError: no checkpoint, a damaged one, one whose kind does not go with `plain`, tensors missing or
+            unexpected, or a tokenizer that does not convert.
+    """
+    if (checkpoint / REPORT_FILE).is_file():
+        raise UserError(f"{checkpoint}: is an export, folded already; give the checkpoint it came from")
+    opened = layout.open_checkpoint(checkpoint)
+    model = opened.recipe.model
+    has_maps = isinstance(model.attention, VirtualHeadAttention)
+    if not has_maps and not plain:
+        raise UserError(
+            f"{opened.path}: model.attention.kind={model.attention.kind} is plain already, nothing to fold; "
+            "add --plain to export it as it is"
+        )
+    if has_maps and plain:
+        raise UserError(
+            f"{opened.path}: model.attention.kind={model.attention.kind} holds Premix and Postmix, which no "
+            "stock model does; drop --plain to fold them"
+        )
+    tensors, shape = opened.model_tensors(), decoder_shape(model)
+    expected = expected_tensors(shape)
+    account(tensors, expected, str(tensors.path))
+    for name, entry in tensors.entries.items():
+        check_shape(name, entry.shape, expected[name], str(tensors.path))
+    tokenizer = TokenizerExport(opened.tokenizer_path)
+    if tokenizer.special.vocab_size > model.vocab_size:
+        raise UserError(
+            f"{opened.tokenizer_path}: {tokenizer.special.vocab_size} ids, more than model.vocab_size="
+            f"{model.vocab_size}; the tokenizer belongs to another model"
+        )
+    return Source(opened, shape, tensors, tokenizer)
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    out: Path,
+    dtype: ExportDtype,
+    *,
+    overwrite: bool = False,
+    plain: bool = False,
+    verify: Verify | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress = lambda done, total: None,
+) -> dict[str, Any]:
+    """Fold a checkpoint (with `plain`, copy one without maps) into a directory that stock clients load.
+
+    `out` appears complete, and after verification, or not at all. The same checkpoint gives the same bytes.
+
+    Args:
+        out: the directory to make; with `overwrite` it may hold an earlier export, replaced at the very end.
+        dtype: of every exported tensor. The fold is computed in float64 and rounded once.
+        verify: compares the finished files with the checkpoint; its figures go into the card and the report.
+
+    Returns:
+        The report that is also written as `fold_report.json`.
+
+    Raises:
+        UserError: as `open_source` and `check_output`; weights not finite or beyond the range of `dtype`.
+        RunError: the verification exceeds its bound, or the directory cannot be written.
+    """
+    check_output(out, overwrite)
+    if out.resolve().is_relative_to(layout.resolve_checkpoint(checkpoint).resolve()):
+        raise UserError(f"{out}: lies inside the checkpoint; name a directory outside it")
+    source = open_source(checkpoint, plain)
+    model, planned = source.checkpoint.recipe.model, plan_export(source.shape, dtype)
+    try:
+        with output_directory(out, overwrite) as directory:
+            stream = _hf_tensors(source, dtype)
+            write_hf_model(directory, model, planned, stream, source.tokenizer, max_shard_bytes, progress)
+            verification = verify(source.checkpoint.path, directory) if verify is not None else None
+            if verification is not None and not verification.passed:
+                raise RunError(
+                    f"verification failed: logits differ by {verification.relative:.2e} of the largest, the "
+                    f"bound for {dtype} is {verification.bound:.1e}; nothing was kept"
+                )
+            report = _report(source, planned, directory, verification)
+            write_json(directory / REPORT_FILE, report)
+            card = model_card(report, source.checkpoint.recipe)
+            (directory / "README.md").write_text(card, encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"{out}: cannot be written ({error})") from None
+    return report
+
+
+def describe_report(report: dict[str, Any], out: Path) -> str:
+    """The report in one or two lines."""
+    line = f"wrote {out}: {report['tensors']} tensors, {report['bytes']:,} bytes in {report['dtype']}"
+    figures = report["verification"]
+    if figures is None:
+        return f"{line}; logits not compared (--verify)"
+    return (
+        f"{line}\nlogits differ by {figures['relative']:.2e} of the largest, allowed {figures['bound']:.1e}"
+    )
+
+
+class _State(Mapping[str, np.ndarray]):
+    """The tensors of a file, each read when it is asked for."""
+
+    def __init__(self, file: TensorFile) -> None:
+        self._file = file
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._file.array(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file)
+
+    def __len__(self) -> int:
+        return len(self._file.entries)
+
+
+def _hf_tensors(source: Source, dtype: ExportDtype) -> Iterator[tuple[str, np.ndarray]]:
+    """The exported tensors, folded if there are maps, one at a time in the order of the plan."""
+    state, numpy_dtype, where = _State(source.tensors), NUMPY_DTYPES[dtype], str(source.tensors.path)
+    if source.shape.kind == "vha":
+        tensors = fold_state(state, source.shape, numpy_dtype, where)
+    else:
+        names = expected_tensors(source.shape)
+        tensors = ((name, _converted(name, state[name], numpy_dtype, where)) for name in names)
+    for name, array in tensors:
+        yield to_hf(name, array)
+
+
+def _converted(name: str, array: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
+    """One tensor that is not folded, in `dtype`; refuses what the fold refuses."""
+    if not np.isfinite(array).all():
+        raise UserError(f"{where}: {name} holds values that are not finite; use an earlier checkpoint")
+    with np.errstate(over="ignore"):  # refused in the next lines, by name
+        result = array.astype(dtype, copy=False)
+    if not np.isfinite(result).all():
+        raise UserError(f"{where}: {name} exceeds the range of {dtype.name}; choose bfloat16 or float32")
+    return result
+
+
+def _report(
+    source: Source, planned: list[PlannedTensor], directory: Path, verification: Verification | None
+) -> dict[str, Any]:
+    """Where the export came from, what was done, what came out."""
+    recipe, state = source.checkpoint.recipe, source.checkpoint.state
+    served = sum(tensor.num_bytes for tensor in planned)
+    dtype = planned[0].dtype
+    folded = [tensor for tensor in planned if len(tensor.sources) > 1]
+    return {
+        "vha_paddle": vha_paddle.__version__,
+        "source": {
+            "run": recipe.run.name,
+            "checkpoint": source.checkpoint.path.resolve().name,
+            "step": state.step,
+            "tokens": state.tokens,
+            "samples": state.samples,
+            "seed": state.seed,
+            "vha_paddle": state.version,
+            "model_sha256": layout.sha256_of(source.checkpoint.path / layout.MODEL_FILE),
+            "attention": source.shape.kind,
+            "parameters": parameters(recipe.model).total,
+        },
+        "dtype": dtype,
+        "parameters": served // NUMPY_DTYPES[dtype].itemsize,
+        "tensors": len(planned),
+        "bytes": served,
+        "folded": {tensor.name: list(tensor.sources) for tensor in folded},
+        "kv_cache_bytes_per_token_per_layer": cache_bytes(recipe.model.attention),
+        "verification": verification.figures() if verification is not None else None,
+        "files": {
+            path.name: {"bytes": path.stat().st_size, "sha256": layout.sha256_of(path)}
+            for path in sorted(directory.iterdir())
+        },
+    }

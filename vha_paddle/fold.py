@@ -1,0 +1,225 @@
+"""The fold: a trained Virtual Head Attention layer becomes a plain grouped-query one. Numpy only.
+
+A physical head is q_i = x W_Q[i]; Premix makes of it one virtual head per group, q_i W_premix[g]. Both maps
+are linear and nothing stands between them, so x (W_Q[i] W_premix[g]) is the same query: the products of all
+pairs, in the group-major order n = g*P + i that a grouped-query kernel expects, are the query projection of
+N = P*K plain heads. QK-norm and RoPE come after Premix and see no difference. On the way out Postmix mixes
+the heads, y' = M y with M = I + B A^T, and out = sum_m y'[m] W_O[m], where W_O[m] is the block of H rows of
+head m. Sum over m first: out = sum_n y[n] (sum_m M[m, n] W_O[m]), so the bracket is the new block n of W_O
+(M transposed: the head that is read, n, is its second index). All other tensors are copied. The fold is exact
+up to round-off, and only because no norm precedes Premix and no gate or activation follows Postmix.
+
+Weights are `[in, out]`. Letters: D hidden, P physical heads, K key/value heads (groups), N = P*K virtual
+query heads, H head dim, R postmix rank. Source: arXiv 2610.17959, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from vha_paddle.errors import UserError
+from vha_paddle.names import (
+    POSTMIX_A,
+    POSTMIX_B,
+    PREMIX,
+    VHA_MAPS,
+    DecoderShape,
+    account,
+    attention_tensors,
+    check_shape,
+    expected_tensors,
+)
+
+_SELF_ATTENTION = ".self_attn."
+
+
+def fold_premix(q_proj_DX: npt.ArrayLike, premix_KHH: npt.ArrayLike) -> np.ndarray:
+    """Fold Premix into the query projection: block n = g*P + i is `q_proj[:, i] @ premix[g]`.
+
+    Args:
+        q_proj_DX: `[D, P*H]`.
+        premix_KHH: `[K, H, H]`, applied from the right: `q @ premix[g]`.
+
+    Returns:
+        `[D, N*H]` in float64.
+
+    Raises:
+        UserError: shapes that do not fit.
+    """
+    q_proj, premix = np.asarray(q_proj_DX, np.float64), np.asarray(premix_KHH, np.float64)
+    head_dim = premix.shape[-1] if premix.ndim == 3 else 0
+    if not head_dim or premix.shape[1] != head_dim or q_proj.ndim != 2 or q_proj.shape[1] % head_dim:
+        raise UserError(
+            f"q_proj {list(q_proj.shape)} and premix {list(premix.shape)} do not fit; "
+            "they must be [D, P*H] and [K, H, H]"
+        )
+    q_proj_DPH = q_proj.reshape(len(q_proj), -1, head_dim)
+    folded_DKPH = np.einsum("dph,khj->dkpj", q_proj_DPH, premix, optimize=True)
+    return folded_DKPH.reshape(len(q_proj), -1)
+
+
+def postmix_matrix(a_NR: npt.ArrayLike, b_NR: npt.ArrayLike) -> np.ndarray:
+    """Postmix as one matrix over the heads, M = I + B A^T, for y' = M y; `[N, N]` in float64.
+
+    Raises:
+        UserError: the two factors differ in shape, or are not matrices.
+    """
+    a, b = np.asarray(a_NR, np.float64), np.asarray(b_NR, np.float64)
+    if a.ndim != 2 or a.shape != b.shape:
+        raise UserError(
+            f"postmix_a {list(a.shape)} and postmix_b {list(b.shape)} do not fit; both must be [N, R]"
+        )
+    return np.eye(len(a)) + b @ a.T
+
+
+def fold_postmix(o_proj_XD: npt.ArrayLike, a_NR: npt.ArrayLike, b_NR: npt.ArrayLike) -> np.ndarray:
+    """Fold Postmix into the output projection: block n of H rows becomes `sum_m M[m, n] * o_proj[m]`.
+
+    Args:
+        o_proj_XD: `[N*H, D]`.
+        a_NR: `[N, R]`, what each head gives to the R channels.
+        b_NR: `[N, R]`, what each head takes from them.
+
+    Returns:
+        `[N*H, D]` in float64.
+
+    Raises:
+        UserError: shapes that do not fit.
+    """
+    o_proj, postmix_NN = np.asarray(o_proj_XD, np.float64), postmix_matrix(a_NR, b_NR)
+    heads = len(postmix_NN)
+    if o_proj.ndim != 2 or o_proj.shape[0] % heads:
+        raise UserError(
+            f"o_proj {list(o_proj.shape)} does not fit a Postmix of {heads} heads; it must be [N*H, D]"
+        )
+    o_proj_NHD = o_proj.reshape(heads, -1, o_proj.shape[1])
+    return np.einsum("mn,mhd->nhd", postmix_NN, o_proj_NHD, optimize=True).reshape(o_proj.shape)
+
+
+def fold_attention(
+    tensors: Mapping[str, np.ndarray], shape: DecoderShape, dtype: npt.DTypeLike, source: str
+) -> dict[str, np.ndarray]:
+    """Fold one layer's attention.
+
+    Args:
+        tensors: short name (as in `q_proj.weight`, `premix`) to floating-point array `[in, out]`.
+        shape: the unfolded model; it says which of Premix and Postmix are there.
+        dtype: of the result: float16, bfloat16, float32 or float64. The arithmetic is float64, rounded once.
+        source: what an error calls the place that the tensors came from.
+
+    Returns:
+        The tensors of the grouped-query layer under the same short names. A tensor that the fold does not
+        change and that has `dtype` already is the caller's own array.
+
+    Raises:
+        UserError: no Premix and no Postmix, a missing or unexpected tensor, a shape that does not fit, a
+            dtype that is not floating point, a value that is not finite or does not fit in `dtype`.
+    """
+    dtype = _floating_dtype(dtype, f"{source}: the requested dtype")
+    _refuse_nothing_to_fold(tensors, shape, source)
+    expected = attention_tensors(shape)
+    account(tensors, expected, source)
+    checked = {name: _checked(name, tensors[name], expected[name], source) for name in expected}
+    return {name: _cast(name, array, dtype, source) for name, array in _folded_attention(checked).items()}
+
+
+def fold_state(
+    state: Mapping[str, np.ndarray], shape: DecoderShape, dtype: npt.DTypeLike, source: str
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Fold a whole decoder, one tensor at a time.
+
+    The names are checked before this function returns. `state` may read an array when it is asked for it:
+    each is asked for once, in the order of the result, and at most one layer's attention is held.
+
+    Args:
+        state: canonical name to floating-point array `[in, out]`.
+        shape: the unfolded model.
+        dtype: of the result, as in `fold_attention`.
+        source: what an error calls the state, such as its directory.
+
+    Returns:
+        An iterator over the (canonical name, array) pairs of the grouped model, whose shape is
+        `shape.folded()`.
+
+    Raises:
+        UserError: as `fold_attention`; for what a tensor holds, at the moment it is reached.
+    """
+    dtype = _floating_dtype(dtype, f"{source}: the requested dtype")
+    _refuse_nothing_to_fold(state, shape, source)
+    account(state, expected_tensors(shape), source)
+    return _folded_tensors(state, shape, dtype, source)
+
+
+def _folded_tensors(
+    state: Mapping[str, np.ndarray], shape: DecoderShape, dtype: np.dtype, source: str
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The generator of `fold_state`, apart from it so that names are checked at the call, not at an item."""
+    expected = expected_tensors(shape)
+    attention: dict[str, np.ndarray] = {}
+    for name in expected_tensors(shape.folded()):
+        prefix, separator, short_name = name.partition(_SELF_ATTENTION)
+        if separator and not attention:
+            full_names = {short: prefix + separator + short for short in attention_tensors(shape)}
+            attention = _folded_attention(
+                {
+                    short: _checked(full, state[full], expected[full], source)
+                    for short, full in full_names.items()
+                }
+            )
+        if separator:
+            array = attention.pop(short_name)  # popped, so that the last one leaves room for the next layer
+        else:
+            array = _checked(name, state[name], expected[name], source)
+        yield name, _cast(name, array, dtype, source)
+
+
+def _folded_attention(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Fold whichever of the two maps is there; the folded projections are float64, the others as given."""
+    folded = {name: array for name, array in tensors.items() if name not in VHA_MAPS}
+    if PREMIX in tensors:
+        folded["q_proj.weight"] = fold_premix(tensors["q_proj.weight"], tensors[PREMIX])
+    if POSTMIX_A in tensors:
+        o_proj = tensors["o_proj.weight"]
+        folded["o_proj.weight"] = fold_postmix(o_proj, tensors[POSTMIX_A], tensors[POSTMIX_B])
+    return folded
+
+
+def _refuse_nothing_to_fold(names: Iterable[str], shape: DecoderShape, source: str) -> None:
+    """A second fold must not pass for a first: it would copy every tensor and report success."""
+    if not any(name.rpartition(".")[2] in VHA_MAPS for name in names):
+        raise UserError(f"{source}: no premix and no postmix: nothing to fold; is it folded already?")
+    if shape.kind != "vha":
+        raise UserError(f"{source}: described as kind {shape.kind!r}; only a vha model folds, check its kind")
+
+
+def _floating_dtype(dtype: npt.DTypeLike, what: str) -> np.dtype:
+    """Only floating point: bfloat16 kept as bare uint16 patterns would be read as numbers up to 65535."""
+    dtype = np.dtype(dtype)
+    if dtype.kind != "f" and dtype.name != "bfloat16":
+        raise UserError(
+            f"{what} is {dtype.name}; it must be floating point (view bfloat16 patterns as bfloat16)"
+        )
+    return dtype
+
+
+def _checked(name: str, array: np.ndarray, expected: tuple[int, ...], source: str) -> np.ndarray:
+    """The array, once its shape, dtype and values are known to be sound."""
+    check_shape(name, array.shape, expected, source)
+    _floating_dtype(array.dtype, f"{source}: the dtype of {name}")
+    if not np.isfinite(array).all():
+        raise UserError(f"{source}: {name} holds values that are not finite; use an earlier checkpoint")
+    return array
+
+
+def _cast(name: str, array: np.ndarray, dtype: np.dtype, source: str) -> np.ndarray:
+    """Round to `dtype`; a value beyond its range is refused, as infinity would only show when served."""
+    if array.dtype == dtype:
+        return array
+    with np.errstate(over="ignore"):  # refused below, by name
+        result = array.astype(dtype)
+    if not np.isfinite(result).all():
+        raise UserError(f"{source}: {name} exceeds the range of {dtype.name}; choose bfloat16 or float32")
+    return result

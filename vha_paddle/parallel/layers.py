@@ -1,0 +1,50 @@
+"""fleet's tensor-parallel layers in the roles the model asks for.
+
+fleet's `ColumnParallelLinear` enters the tensor region by itself, once per layer: three projections of one input
+would sum the input's gradient three times over the wire. Here the model enters the region once, so the column
+layer only multiplies.
+"""
+
+from __future__ import annotations
+
+import paddle
+import paddle.nn.functional as F
+from paddle.distributed.fleet.meta_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+
+from vha_paddle.parallel.mesh import Mesh
+
+
+class ColumnLinear(ColumnParallelLinear):
+    def __init__(self, in_features: int, out_features: int, attribute: paddle.ParamAttr, mesh: Mesh) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            weight_attr=attribute,
+            has_bias=False,
+            gather_output=False,
+            mp_group=mesh.tensor_group,
+        )
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return F.linear(x, self.weight)
+
+
+class RowLinear(RowParallelLinear):
+    def __init__(self, in_features: int, out_features: int, attribute: paddle.ParamAttr, mesh: Mesh) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            weight_attr=attribute,
+            has_bias=False,
+            input_is_parallel=True,
+            mp_group=mesh.tensor_group,
+        )
+
+
+class VocabEmbedding(VocabParallelEmbedding):
+    def __init__(self, vocab_size: int, hidden_size: int, attribute: paddle.ParamAttr, mesh: Mesh) -> None:
+        super().__init__(vocab_size, hidden_size, weight_attr=attribute, mp_group=mesh.tensor_group)

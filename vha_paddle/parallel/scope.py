@@ -1,0 +1,138 @@
+"""Where a layer is being built: its name, the mesh, the dtype, the seed; and the layers that know their role there.
+
+A model asks its scope for a column-split linear, a row-split linear, a replicated one. At tensor degree 1 they are
+plain layers, above it they are fleet's; names and logical shapes are the same. No model file asks for the degree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+from paddle import nn
+
+from vha_paddle.ops.norm import rms_norm
+from vha_paddle.parallel.init import Constant, Initializer, generator_for
+from vha_paddle.parallel.mesh import Mesh
+from vha_paddle.parallel.placement import Decay, ParameterInfo, Placement
+
+
+class RMSNorm(nn.Layer):
+    """Root-mean-square norm over the last axis with a learned gain."""
+
+    def __init__(self, scope: Scope, size: int, eps: float, partial_gradient: bool = False) -> None:
+        super().__init__()
+        placement = Placement.replicated((size,), partial_gradient)
+        self.weight = scope.parameter(self, "weight", placement, Constant(1.0), "gain")
+        self.eps = eps
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class Linear(nn.Layer):
+    """y = x W, W `[in, out]`, whole on every rank."""
+
+    def __init__(self, scope: Scope, placement: Placement, initializer: Initializer) -> None:
+        super().__init__()
+        self.weight = scope.parameter(self, "weight", placement, initializer, "matrix")
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return F.linear(x, self.weight)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A place in the model under construction. `child` descends; the other methods create layers there."""
+
+    mesh: Mesh
+    dtype: str
+    seed: int
+    path: str
+
+    @classmethod
+    def standalone(cls, prefix: str) -> Scope:
+        """For a layer used on its own in one process: a fresh name, and a seed from Paddle's generator."""
+        seed = int(paddle.randint(0, 2**31 - 1, [1]).numpy()[0])
+        return cls(Mesh(), paddle.get_default_dtype(), seed, paddle.utils.unique_name.generate(prefix))
+
+    def child(self, name: str | int) -> Scope:
+        return replace(self, path=f"{self.path}.{name}" if self.path else str(name))
+
+    def parameter(
+        self, owner: nn.Layer, name: str, placement: Placement, initializer: Initializer, decay: Decay
+    ) -> paddle.Tensor:
+        """This rank's part of a parameter, initialised; `owner` is the layer it becomes an attribute of."""
+        shape = list(placement.local_shape(self.mesh.tensor_degree))
+        parameter = owner.create_parameter(shape, attr=_zeros(), dtype=self.dtype)
+        self._adopt(parameter, name, placement, initializer, decay)
+        return parameter
+
+    def column_linear(self, in_features: int, out_features: int, initializer: Initializer) -> nn.Layer:
+        """Output features split over the tensor ranks. The input must have entered the tensor region."""
+        placement = Placement.split((in_features, out_features), axis=1)
+        if self.mesh.tensor_degree == 1:
+            return Linear(self, placement, initializer)
+        from vha_paddle.parallel.layers import ColumnLinear
+
+        layer = ColumnLinear(in_features, out_features, _zeros(), self.mesh)
+        self._adopt(layer.weight, "weight", placement, initializer, "matrix")
+        return layer
+
+    def row_linear(
+        self,
+        in_features: int,
+        out_features: int,
+        initializer: Initializer,
+        view: tuple[int, ...] | None = None,
+        axis: int = 0,
+    ) -> nn.Layer:
+        """Input features split over the tensor ranks, results summed: leaves the tensor region.
+
+        `view` and `axis` say which input features a rank holds when they are not a contiguous run.
+        """
+        placement = Placement.split((in_features, out_features), axis, view)
+        if self.mesh.tensor_degree == 1:
+            return Linear(self, placement, initializer)
+        from vha_paddle.parallel.layers import RowLinear
+
+        layer = RowLinear(in_features, out_features, _zeros(), self.mesh)
+        self._adopt(layer.weight, "weight", placement, initializer, "matrix")
+        return layer
+
+    def replicated_linear(self, in_features: int, out_features: int, initializer: Initializer) -> Linear:
+        """Whole on every rank, inside the tensor region: each rank's gradient is partial and will be summed."""
+        placement = Placement.replicated((in_features, out_features), partial_gradient=True)
+        return Linear(self, placement, initializer)
+
+    def vocab_embedding(self, vocab_size: int, hidden_size: int, initializer: Initializer) -> nn.Layer:
+        """Embedding whose rows are split over the tensor ranks; the result is whole on each."""
+        placement = Placement.split((vocab_size, hidden_size), axis=0)
+        if self.mesh.tensor_degree == 1:
+            layer: nn.Layer = nn.Embedding(vocab_size, hidden_size, weight_attr=_zeros())
+        else:
+            from vha_paddle.parallel.layers import VocabEmbedding
+
+            layer = VocabEmbedding(vocab_size, hidden_size, _zeros(), self.mesh)
+        self._adopt(layer.weight, "weight", placement, initializer, "matrix")
+        return layer
+
+    def _adopt(
+        self, parameter: Any, name: str, placement: Placement, initializer: Initializer, decay: Decay
+    ) -> None:
+        """Give a parameter its record and its initial value, the same values at every degree."""
+        full_name = f"{self.path}.{name}"
+        logical = initializer.draw(generator_for(self.seed, full_name), placement.shape)
+        local = placement.slice_of(logical, self.mesh.tensor_rank, self.mesh.tensor_degree)
+        value = paddle.to_tensor(np.ascontiguousarray(local))
+        parameter.set_value(value.astype(parameter.dtype))
+        parameter.name = full_name  # optimizers key their state by it
+        parameter.info = ParameterInfo(full_name, placement, decay)
+
+
+def _zeros() -> paddle.ParamAttr:
+    """Cheap first values, replaced at once by `_adopt`."""
+    return paddle.ParamAttr(initializer=nn.initializer.Constant(0.0))

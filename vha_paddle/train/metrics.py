@@ -1,0 +1,143 @@
+"""Where a run's numbers go: metrics.jsonl (the record), the console, wandb when asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import paddle
+from tqdm import tqdm
+
+from vha_paddle.config import Recipe, recipe_to_yaml
+from vha_paddle.files import atomic_write
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class MetricsLog:
+    """One JSON object per optimizer step, appended to `metrics.jsonl`.
+
+    On resume, lines of steps that will be trained again are dropped, so the file holds each step once.
+    """
+
+    def __init__(self, output: Path, resume_step: int) -> None:
+        self.path = output / METRICS_FILE
+        kept = [line for line in self._existing() if json.loads(line)["step"] <= resume_step]
+        with atomic_write(self.path) as file:
+            file.writelines(line.encode() + b"\n" for line in kept)
+        self._file: TextIO = open(self.path, "a", encoding="utf-8")
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _existing(self) -> list[str]:
+        """Whole lines of an earlier run; a line cut by a crash has no newline and is left out."""
+        if not self.path.exists():
+            return []
+        text = self.path.read_text(encoding="utf-8")
+        return text[: text.rfind("\n") + 1].splitlines()
+
+
+class Wandb:
+    """The recipe's wandb run, or nothing. A tracker that fails is reported once and then left alone."""
+
+    def __init__(self, recipe: Recipe, output: Path) -> None:
+        self._run: Any = None
+        if recipe.logging.wandb == "off":
+            return
+        try:
+            import wandb
+
+            self._run = wandb.init(
+                project=recipe.logging.wandb_project,
+                name=recipe.run.name,
+                mode=recipe.logging.wandb,
+                dir=os.fspath(output),
+                config=recipe.model_dump(mode="json"),
+                resume="allow",
+            )
+        except Exception as error:  # whatever a tracker raises, training goes on
+            self._give_up(error)
+
+    def log(self, record: dict[str, Any]) -> None:
+        if self._run is None:
+            return
+        try:
+            self._run.log({key: value for key, value in record.items() if key != "step"}, step=record["step"])
+        except Exception as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        if self._run is None:
+            return
+        try:
+            self._run.finish()
+        except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        print(f"warning: wandb failed ({error}); training goes on, {METRICS_FILE} has every step", file=sys.stderr)
+        self._run = None
+
+
+class Console:
+    """A line per logging interval, and a progress bar where stderr is a terminal."""
+
+    def __init__(self, recipe: Recipe, first_step: int) -> None:
+        self.num_steps = recipe.num_steps
+        self._bar = tqdm(
+            total=recipe.num_steps, initial=first_step, unit="step", disable=not sys.stderr.isatty(), leave=False
+        )
+
+    def advance(self) -> None:
+        self._bar.update()
+
+    def step_line(self, record: dict[str, Any], mfu: float, seconds_left: float) -> None:
+        self.line(
+            f"step {record['step']:>{len(str(self.num_steps))}}/{self.num_steps}  loss {record['loss']:.4f}  "
+            f"lr {record['lr']:.2e}  grad norm {record['grad_norm']:.3f}  "
+            f"{record['tokens_per_second']:,.0f} tokens/s  MFU {mfu:.1%}  ETA {_duration(seconds_left)}"
+        )
+
+    def line(self, text: str) -> None:
+        self._bar.clear()
+        print(text, flush=True)
+        self._bar.refresh()
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def measured_gemm_rate(dtype: str, size: int = 1024, seconds: float = 0.3) -> float:
+    """FLOP/s of a GEMM on this process's device and threads: the ceiling that MFU is measured against."""
+    left, right = paddle.rand([size, size]).astype(dtype), paddle.rand([size, size]).astype(dtype)
+
+    def wait_for(product: paddle.Tensor) -> None:
+        product[0, 0].item()
+
+    wait_for(paddle.matmul(left, right))
+    count, start = 0, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        wait_for(paddle.matmul(left, right))
+        count += 1
+    return 2 * size**3 * count / (time.perf_counter() - start)
+
+
+def write_resolved_recipe(recipe: Recipe, output: Path) -> None:
+    """The recipe as it ran, defaults and overrides included, beside the metrics."""
+    with atomic_write(output / "recipe.yaml") as file:
+        file.write(recipe_to_yaml(recipe).encode())
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,68 @@
+"""AdamW over the decoder: decay groups, master weights, and the state a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import paddle
+
+from vha_paddle.config import Recipe
+from vha_paddle.parallel.placement import info_of
+
+
+class Optimizer:
+    """AdamW with decoupled decay; VHA's maps decay toward the recipe's `optim.decay_target`.
+
+    Paddle's AdamW can only decay toward zero, so Premix's decay toward the identity is applied here, before the
+    step, as AdamW does its own: W -= lr * weight_decay * (W - I). Postmix is the identity where A and B are zero.
+    """
+
+    def __init__(self, parameters: Sequence[paddle.Tensor], recipe: Recipe) -> None:
+        self.parameters = list(parameters)
+        self.weight_decay = recipe.optim.weight_decay
+        target = recipe.optim.decay_target
+        to_zero = {"matrix"}
+        if target in ("zero", "identity"):
+            to_zero.add("postmix")
+        if target == "zero":
+            to_zero.add("premix")
+        decaying = {info_of(p).name for p in self.parameters if info_of(p).decay in to_zero}
+        self._to_identity = [p for p in self.parameters if info_of(p).decay == "premix" and target == "identity"]
+        self._adamw = paddle.optimizer.AdamW(
+            learning_rate=recipe.optim.lr,
+            beta1=recipe.optim.beta1,
+            beta2=recipe.optim.beta2,
+            epsilon=recipe.optim.eps,
+            parameters=self.parameters,
+            weight_decay=self.weight_decay,
+            apply_decay_param_fun=decaying.__contains__,
+            multi_precision=recipe.precision.compute != "float32",
+        )
+        # made now and not at the first step, so that a checkpoint can be read into them
+        block = paddle.base.framework.default_main_program().global_block()
+        self._adamw._create_accumulators(block, self.parameters)
+
+    def step(self, learning_rate: float) -> None:
+        """One update from the gradients at hand, which are then cleared."""
+        self._adamw.set_lr(learning_rate)
+        with paddle.no_grad():
+            for parameter in self._to_identity:
+                weight = self._adamw._master_weights.get(parameter.name, parameter)
+                identity = paddle.eye(weight.shape[-1], dtype=weight.dtype)
+                weight.subtract_((weight - identity) * (learning_rate * self.weight_decay))
+        self._adamw.step()
+        self._adamw.clear_grad(set_to_zero=False)
+
+    def slots(self) -> dict[str, dict[str, paddle.Tensor]]:
+        """State of each parameter by slot name: `moment1`, `moment2`, and `master` where weights are not float32."""
+        accumulators: dict[str, dict[str, paddle.Tensor]] = self._adamw._accumulators
+        slots = {name: accumulators[name] for name in ("moment1", "moment2")}
+        if self._adamw._master_weights:
+            slots["master"] = self._adamw._master_weights
+        return slots
+
+    def powers(self) -> dict[str, dict[str, Any]]:
+        """beta1^t and beta2^t, which AdamW keeps for each parameter and which are equal for all."""
+        accumulators: dict[str, dict[str, Any]] = self._adamw._accumulators
+        return {name: accumulators[f"{name}_pow_acc"] for name in ("beta1", "beta2")}

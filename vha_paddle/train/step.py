@@ -1,0 +1,73 @@
+"""One optimizer step: microbatches forward and backward, gradients completed over the ranks, clipped, applied."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import paddle
+
+from vha_paddle.errors import RunError
+from vha_paddle.model.decoder import Decoder
+from vha_paddle.parallel.gradients import clip_by_global_norm, sum_partial_gradients
+from vha_paddle.parallel.mesh import Mesh
+from vha_paddle.train.optimizer import Optimizer
+
+
+@dataclass(frozen=True)
+class StepResult:
+    loss: float
+    """Mean cross-entropy of the global batch before the update, nats per token."""
+    grad_norm: float
+    """Norm of all gradients together, before clipping."""
+
+
+def accumulate_gradients(model: Decoder, tokens_BS: np.ndarray, labels_BS: np.ndarray, micro_batch_size: int) -> float:
+    """Add the gradients of the mean loss over all given sequences; returns that loss."""
+    num_sequences = tokens_BS.shape[0]
+    total = 0.0
+    for start in range(0, num_sequences, micro_batch_size):
+        rows = slice(start, start + micro_batch_size)
+        loss_BS = model.loss(paddle.to_tensor(tokens_BS[rows]), paddle.to_tensor(labels_BS[rows]))
+        loss = loss_BS.sum() / float(tokens_BS.size)
+        loss.backward()
+        total += float(loss.numpy())
+    return total
+
+
+def train_step(
+    model: Decoder,
+    optimizer: Optimizer,
+    tokens_BS: np.ndarray,
+    labels_BS: np.ndarray,
+    micro_batch_size: int,
+    learning_rate: float,
+    max_grad_norm: float,
+    mesh: Mesh,
+) -> StepResult:
+    """Train on one global batch.
+
+    Raises:
+        RunError: the loss or the gradient is not finite; the weights are left as they were. Every rank sees the
+            same norm, so all stop together.
+    """
+    loss = accumulate_gradients(model, tokens_BS, labels_BS, micro_batch_size)
+    sum_partial_gradients(optimizer.parameters, mesh)
+    norm = clip_by_global_norm(optimizer.parameters, max_grad_norm, mesh)
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise RunError(f"loss {loss} and gradient norm {norm}: not finite; lower optim.lr or look at the data")
+    optimizer.step(learning_rate)
+    return StepResult(loss, norm)
+
+
+def mean_loss(model: Decoder, windows: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
+    """Mean cross-entropy (nats per token) over batches of tokens and labels, without gradients."""
+    total, count = 0.0, 0
+    with paddle.no_grad():
+        for tokens_BS, labels_BS in windows:
+            loss_BS = model.loss(paddle.to_tensor(tokens_BS), paddle.to_tensor(labels_BS))
+            total += float(loss_BS.astype("float64").sum().numpy())
+            count += tokens_BS.size
+    return total / count
