@@ -37,7 +37,7 @@ def main() -> None:
     action.add_argument("--print-config", action="store_true", help="print the resolved recipe and stop")
     action.add_argument("--dry-run", action="store_true", help="print what would run (sizes, steps, memory) and stop")
     parser.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     if arguments.json and not arguments.dry_run:
         parser.error("--json belongs to --dry-run")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from vha_paddle.export.reader import CONFIG_FILE, read_hf_model, read_hf_tensors
 from vha_paddle.model.decoder import Decoder, build_decoder
 from vha_paddle.names import account, check_shape
 from vha_paddle.parallel.mesh import Mesh
-from vha_paddle.train.step import mean_loss
 
 Logits = Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]
 
@@ -51,7 +50,18 @@ def validation_loss(model: Decoder, windows: ValidationWindows, num_sequences: i
     """Mean cross-entropy (nats per token) over the first `num_sequences` windows."""
     count = min(num_sequences, windows.num_samples)
     starts = range(0, count, batch_size)
-    return mean_loss(model, [windows.samples(start, min(start + batch_size, count)) for start in starts])
+    return mean_loss(model, (windows.samples(start, min(start + batch_size, count)) for start in starts))
+
+
+def mean_loss(model: Decoder, batches: Iterable[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]) -> float:
+    """Mean cross-entropy (nats per token) over batches of tokens and labels, without gradients."""
+    total, count = 0.0, 0
+    with paddle.no_grad():
+        for tokens_BS, labels_BS in batches:
+            loss_BS = model.loss(paddle.to_tensor(tokens_BS), paddle.to_tensor(labels_BS))
+            total += float(loss_BS.astype("float64").sum().numpy())
+            count += tokens_BS.size
+    return total / count
 
 
 def _load_exported(path: Path) -> Decoder:

@@ -65,7 +65,11 @@ def test_special_tokens_have_their_ids_and_no_text(tokenizer: Tokenizer) -> None
 def test_frequent_words_and_indentation_are_single_ids(tokenizer: Tokenizer) -> None:
     assert len(tokenizer.encode(" the")) == 1
     assert len(tokenizer.encode("    ")) == 1
-    assert len(tokenizer.encode("999")) == 3
+
+
+def test_digit_is_always_one_id(tmp_path: Path) -> None:
+    years = train_sentencepiece(["in 1999 and 1999 on and on "] * 50, 276, tmp_path / "tokenizer.model")
+    assert len(years.encode("1999")) == 4
 
 
 def test_training_twice_gives_the_same_bytes(documents: list[str], tmp_path: Path) -> None:
@@ -117,10 +121,12 @@ def test_sample_of_a_large_corpus_fits_and_depends_on_the_seed(
     assert _sample(iter(texts), 10**9, 0) == texts
 
 
-def test_document_longer_than_the_trainers_limit_is_not_dropped(
-    documents: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("limit", [1000, 1 << 20])
+def test_long_document_is_trained_on(
+    documents: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
-    monkeypatch.setattr("vha_paddle.data.tokenizer._LONGEST_DOCUMENT", 1000)
+    """The trainer skips long sentences silently, so the limit must be ours."""
+    monkeypatch.setattr("vha_paddle.data.tokenizer._LONGEST_DOCUMENT", limit)
     joined = train_sentencepiece(["".join(documents)], 400, tmp_path / "tokenizer.model")
     assert len(joined.encode(" the")) == 1
 

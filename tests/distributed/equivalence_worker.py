@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import paddle
 
-from tests.distributed.cases import CASES, NUM_STEPS, Case, batches
+from tests.cases import CASES, NUM_STEPS, Case, batches
 from vha_paddle.checkpoint.load import load_parameters
 from vha_paddle.checkpoint.save import host_array
 from vha_paddle.config import Parallel

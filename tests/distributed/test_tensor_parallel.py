@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.distributed.cases import CASES, NUM_STEPS, Case, starting_weights
+from tests.cases import CASES, NUM_STEPS, Case, starting_weights
 from tests.distributed.launch import run_ranks
 from tests.tolerances import FLOAT32, FLOAT64, assert_close
 from vha_paddle.tensor_file import TensorFile, create_tensors, fill_tensors, read_tensors

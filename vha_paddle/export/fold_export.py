@@ -114,9 +114,9 @@ def export_checkpoint(
         RunError: the verification exceeds its bound, or the directory cannot be written.
     """
     check_output(out, overwrite)
-    if out.resolve().is_relative_to(layout.resolve_checkpoint(checkpoint).resolve()):
-        raise UserError(f"{out}: lies inside the checkpoint; name a directory outside it")
     source = open_source(checkpoint, plain)
+    if out.resolve().is_relative_to(source.checkpoint.path.resolve()):
+        raise UserError(f"{out}: lies inside the checkpoint; name a directory outside it")
     model, planned = source.checkpoint.recipe.model, plan_export(source.shape, dtype)
     try:
         with output_directory(out, overwrite) as directory:

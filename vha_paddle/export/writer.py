@@ -94,7 +94,6 @@ def _write_shard(
     """Write one file from the next tensors of `stream`; gives the bytes of each once it is in place."""
     layout = {tensor.name: (NUMPY_DTYPES[tensor.dtype], tensor.shape) for tensor in shard}
     create_tensors(path, layout, {"format": "pt"})  # transformers 4 asks for this word
-    _reserve(path)
     file = fill_tensors(path)
     for tensor in shard:
         name, array = next(stream, ("nothing", np.empty(0)))
@@ -106,16 +105,6 @@ def _write_shard(
         file.array(name)[...] = array
         yield tensor.num_bytes
     file.flush()
-
-
-def _reserve(path: Path) -> None:
-    """Claim the file's blocks: a mapping that meets a full disk kills the process instead of raising."""
-    with open(path, "rb+") as file:
-        size = path.stat().st_size
-        try:
-            os.posix_fallocate(file.fileno(), 0, size)
-        except OSError as error:
-            raise RunError(f"no room for {size:,} bytes ({error.strerror}); nothing was kept") from None
 
 
 def check_output(out: Path, overwrite: bool) -> None:

@@ -40,7 +40,7 @@ class Decoder(nn.Layer):
         super().__init__()
         init = Normal(config.initializer_range)
         inner = scope.child("model")
-        self.mesh = scope.mesh
+        self.mesh, self.vocab_size = scope.mesh, config.vocab_size
         self.rope = RotaryTables(config.attention.head_dim, config.rope_theta, scope.dtype)
         self.embed_tokens = inner.child("embed_tokens").vocab_embedding(config.vocab_size, config.hidden_size, init)
         self.layers = nn.LayerList(

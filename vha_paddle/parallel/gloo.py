@@ -1,12 +1,12 @@
 """What PaddlePaddle 3.3.1's fleet lacks on CPU ranks over Gloo. Call `install()` before `fleet.init`.
 
-Fleet is written for accelerators: some operations raise on CPU, some hang, some are silently wrong. `install`
+Fleet is written for accelerators: on CPU some operations raise, some hang, some are silently wrong. `install`
 replaces those and no others, and does nothing where the device is not a CPU. Each replacement says what happens
 without it. In order: creation of groups, collectives, point-to-point, tensor-parallel kernels, sharding.
 
-Everything is synchronous: a task is done when its call returns, and fleet's overlap options change nothing but
-the path of the code. A collective fails when a rank is 30 s late, a limit of Gloo that Paddle does not expose;
-`barrier` waits half an hour, so put one before a collective that follows the work of a single rank.
+Everything is synchronous: a task is done when its call returns, so fleet's overlap options change the path of
+the code, not its speed. A collective fails when a rank is 30 s late, a limit of Gloo that Paddle does not
+expose; `barrier` waits half an hour, so put one before a collective that follows the work of a single rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import os
 import socket
 import stat
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,83 +25,29 @@ import paddle
 import paddle.distributed as dist
 from paddle.autograd import PyLayer
 from paddle.base import core
-from paddle.distributed import collective
 
-from vha_paddle.parallel.gloo_channels import Channels
+from vha_paddle.parallel import gloo_channels
+from vha_paddle.parallel.gloo_channels import DONE, Channels, Member, array, members, memory
 
 _SUM, _AVG = core.ReduceOp.SUM, core.ReduceOp.AVG
+_NUMPY_OPERATION = {
+    _SUM: np.add,
+    _AVG: np.add,  # and a division at the end
+    core.ReduceOp.MAX: np.maximum,
+    core.ReduceOp.MIN: np.minimum,
+    core.ReduceOp.PRODUCT: np.multiply,
+}
+_REDUCED_BY_GLOO = {paddle.float32, paddle.float64, paddle.bfloat16, paddle.bool}
+_REDUCED_BY_GLOO |= {paddle.int64, paddle.int32, paddle.int8, paddle.uint8}
+_MOVED_BY_GLOO = _REDUCED_BY_GLOO | {paddle.float16}
 _STORE_TIMEOUT = 900  # seconds a rank waits for the others to join a group: Paddle's own default
 _PORT_ATTEMPTS = 20
 
-_gloo = SimpleNamespace()
-"""The methods of ProcessGroupGloo as Paddle made them; filled by `install`."""
-
-
-class _Done:
-    """The task of an operation that was finished when its call returned."""
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        return None
-
-
-_DONE = _Done()
-
-
-# ---------------------------------------------------------------------------------------- memory of tensors
-
-
-class _Memory:
-    """The bytes of a contiguous tensor for `np.asarray`, which keeps the tensor alive as long as the array."""
-
-    def __init__(self, tensor: paddle.Tensor) -> None:
-        if not tensor.is_contiguous():
-            raise ValueError(f"a tensor of shape {list(tensor.shape)} must be contiguous to be communicated")
-        self.tensor = tensor
-        size = tensor.size * tensor.element_size()
-        self.__array_interface__ = {
-            "data": (tensor.data_ptr() if size else np.empty(0).ctypes.data, False),
-            "shape": (size,),
-            "typestr": "|u1",
-            "version": 3,
-        }
-
-
-def _memory(tensor: paddle.Tensor) -> np.ndarray:
-    """A tensor's own memory as a flat uint8 array: no copy (`numpy()` makes one), so writing to it sets the tensor."""
-    return np.asarray(_Memory(tensor))
-
-
-def _array(tensor: paddle.Tensor) -> np.ndarray:
-    """A tensor's own memory in its shape and dtype, one that numpy has."""
-    return _memory(tensor).view(str(tensor.dtype).removeprefix("paddle.")).reshape(tensor.shape)
-
+_gloo = SimpleNamespace()  # the methods of ProcessGroupGloo as Paddle made them; filled by `install`
 
 # -------------------------------------------------------------------------------------- creation of groups
 
-
-@dataclass(frozen=True)
-class _Member:
-    """This process in one group."""
-
-    group_id: int
-    rank: int
-    size: int
-    store: Any
-
-    def address(self, rank: int) -> str:
-        """Where `rank` of this group takes messages."""
-        return self.store.get(f"gloo/{self.group_id}/channels/{rank}").decode()
-
-
-_members: dict[Any, _Member] = {}
 _stores: list[Any] = []  # a group's store must live as long as the group
-_channels: Channels | None = None
 
 
 def _create_group(store: Any, rank: int, world_size: int, group_id: int = 0) -> Any:
@@ -112,23 +57,26 @@ def _create_group(store: Any, rank: int, world_size: int, group_id: int = 0) -> 
     addresses that its peers left there for an earlier group. From three ranks up, building fleet's groups then
     fails almost always: connection refused, "136 vs 45", or a hang.
     """
-    global _channels
-    host = os.environ["PADDLE_CURRENT_ENDPOINT"].rsplit(":", 1)[0]  # the launcher's contract
-    if _channels is None:
-        _channels = Channels(host)
+    host = os.environ["PADDLE_CURRENT_ENDPOINT"].rsplit(":", 1)[0]  # set by the launcher, required by Paddle
     _answer_at_once()
-    store.set(f"gloo/{group_id}/channels/{rank}", _channels.address)
+    member = Member(_channels(host), store, group_id, rank, world_size)
+    key = f"gloo/{group_id}/store"
     if rank == 0:
         own_store, port = _serve_store(host)
-        store.set(f"gloo/{group_id}/store", f"{host}:{port}")
+        store.set(key, f"{host}:{port}")
     else:
-        leader, port = store.get(f"gloo/{group_id}/store").decode().rsplit(":", 1)
+        leader, port = store.get(key).decode().rsplit(":", 1)
         own_store = core.TCPStore(leader, int(port), False, 1, _STORE_TIMEOUT)
     _stores.append(own_store)
     _answer_at_once()
     group = _gloo.create(own_store, rank, world_size, group_id)
-    _members[group] = _Member(group_id, rank, world_size, store)
+    members[group] = member
     return group
+
+
+@functools.cache
+def _channels(host: str) -> Channels:
+    return Channels(host)
 
 
 def _serve_store(host: str) -> tuple[Any, int]:
@@ -146,7 +94,7 @@ def _answer_at_once() -> None:
     """Set TCP_NODELAY on this process's sockets, Paddle's among them.
 
     A TCPStore writes a request in two parts, and without the option the second waits 44 ms for the receipt of
-    the first. A group of four takes 1 s to build instead of 0.15 s.
+    the first: a group of four takes 1 s to build instead of 0.15 s.
     """
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -157,39 +105,27 @@ def _answer_at_once() -> None:
 
 # --------------------------------------------------------------------------------------------- collectives
 
-_SUMMED_BY_GLOO = {
-    getattr(paddle, name) for name in "float32 float64 bfloat16 int32 int64 int8 uint8 bool".split()
-}
-_MOVED_BY_GLOO = _SUMMED_BY_GLOO | {paddle.float16}
-_NUMPY_OPERATION = {
-    _SUM: np.add,
-    _AVG: np.add,  # and a division at the end
-    core.ReduceOp.MAX: np.maximum,
-    core.ReduceOp.MIN: np.minimum,
-    core.ReduceOp.PRODUCT: np.multiply,
-}
-
 
 def _all_reduce(group: Any, tensor: paddle.Tensor, op: Any = _SUM, sync_op: bool = True) -> Any:
     """In place. Gloo sums fp16 to inf, refuses AVG, and ends the process at a dtype it does not know."""
-    if tensor.dtype in _SUMMED_BY_GLOO and op != _AVG:
+    if tensor.dtype in _REDUCED_BY_GLOO and op != _AVG:
         return _gloo.all_reduce(group, tensor, op, sync_op)
     return _reduce_in_steps(tensor, op, group.size(), lambda t, o: _gloo.all_reduce(group, t, o, True), True)
 
 
 def _reduce(group: Any, tensor: paddle.Tensor, root: int, op: Any = _SUM, sync_op: bool = True) -> Any:
     """As `_all_reduce`, the result on `root` only."""
-    if tensor.dtype in _SUMMED_BY_GLOO and op != _AVG:
+    if tensor.dtype in _REDUCED_BY_GLOO and op != _AVG:
         return _gloo.reduce(group, tensor, root, op, sync_op)
     on_root = group.rank() == root
     return _reduce_in_steps(tensor, op, group.size(), lambda t, o: _gloo.reduce(group, t, root, o, True), on_root)
 
 
 @paddle.no_grad()
-def _reduce_in_steps(tensor: paddle.Tensor, op: Any, size: int, reduce: Callable, has_result: bool) -> _Done:
+def _reduce_in_steps(tensor: paddle.Tensor, op: Any, size: int, reduce: Callable, has_result: bool) -> Any:
     """Reduce fp16 through fp32, and AVG as a sum that is then divided."""
-    if tensor.dtype not in _MOVED_BY_GLOO:
-        raise TypeError(f"a tensor of dtype {tensor.dtype} cannot be reduced over Gloo")
+    if tensor.dtype not in _MOVED_BY_GLOO or (op == _AVG and not tensor.is_floating_point()):
+        raise TypeError(f"{op} of {tensor.dtype} is not possible over Gloo")
     wide = tensor.astype("float32") if tensor.dtype == paddle.float16 else tensor
     reduce(wide, _SUM if op == _AVG else op)
     if has_result:
@@ -197,50 +133,51 @@ def _reduce_in_steps(tensor: paddle.Tensor, op: Any, size: int, reduce: Callable
             wide.scale_(1.0 / size)
         if wide is not tensor:
             paddle.assign(wide.astype(tensor.dtype), tensor)
-    return _DONE
+    return DONE
 
 
 def _reduce_scatter_tensor(
     group: Any, out: paddle.Tensor, tensor: paddle.Tensor, op: Any = _SUM, sync_op: bool = True
-) -> _Done:
+) -> Any:
     """Not in Gloo. `out` may be this rank's chunk of `tensor`, as in fleet's sharding.
 
-    Ranks exchange chunks and each sums its own: a third of the time of an all-reduce of the whole.
+    Ranks exchange chunks and each reduces its own, in a third of the time of an all-reduce of the whole.
     """
     if tensor.dtype in (paddle.float16, paddle.bfloat16):  # numpy has no bf16, and fp16 overflows
         with paddle.no_grad():
             total = paddle.empty(out.shape, "float32")
             _reduce_scatter_tensor(group, total, tensor.astype("float32"), op)
             paddle.assign(total.astype(out.dtype), out)
-        return _DONE
-    member, reduce = _members[group], _NUMPY_OPERATION[op]
-    chunks = _array(tensor.contiguous()).reshape(member.size, -1)
+        return DONE
+    member, reduce = members[group], _NUMPY_OPERATION[op]
+    chunks = array(tensor.contiguous()).reshape(member.size, -1)
     for step in range(1, member.size):
         peer = (member.rank + step) % member.size
-        _post(group, peer, chunks[peer].view(np.uint8))
-    total = _array(out).reshape(-1)
+        member.send(peer, chunks[peer])
+    total = array(out).reshape(-1)
     np.copyto(total, chunks[member.rank])
     received = np.empty_like(total)
     for step in range(1, member.size):
-        _take(group, (member.rank - step) % member.size, received.view(np.uint8))
+        member.receive((member.rank - step) % member.size, received)
         reduce(total, received, out=total)
     if op == _AVG:
-        np.true_divide(total, member.size, out=total)
-    return _DONE
+        np.true_divide(total, member.size, out=total)  # a TypeError for integers
+    return DONE
 
 
 def _reduce_scatter(
     group: Any, out: paddle.Tensor, tensors: Sequence[paddle.Tensor], op: Any = _SUM, sync_op: bool = True
-) -> _Done:
+) -> Any:
     """Not in Gloo: a list, one tensor for each rank."""
-    return _reduce_scatter_tensor(group, out, paddle.stack(list(tensors)).detach(), op)
+    return _reduce_scatter_tensor(group, out, paddle.stack(list(tensors)), op)
 
 
 def _all_to_all(
     group: Any, outs: Sequence[paddle.Tensor], tensors: Sequence[paddle.Tensor], sync_op: bool = True
-) -> _Done:
+) -> Any:
     """Not in Gloo: tensor i goes to rank i. Sizes may differ and be 0."""
-    return _exchange(group, [_memory(t) for t in outs], [_memory(t.contiguous()) for t in tensors])
+    members[group].exchange([memory(out) for out in outs], [memory(tensor.contiguous()) for tensor in tensors])
+    return DONE
 
 
 def _all_to_all_single(
@@ -250,55 +187,46 @@ def _all_to_all_single(
     out_sizes: Sequence[int] = (),
     sizes: Sequence[int] = (),
     sync_op: bool = True,
-) -> _Done:
+) -> Any:
     """Not in Gloo: rows of one tensor to rows of another, in equal parts where no numbers of rows are given."""
-    count = group.size()
-    return _exchange(group, _split_rows(out, out_sizes, count), _split_rows(tensor.contiguous(), sizes, count))
+    size = group.size()
+    members[group].exchange(_rows(out, out_sizes, size), _rows(tensor.contiguous(), sizes, size))
+    return DONE
 
 
-def _all_to_all_tensor(group: Any, out: paddle.Tensor, tensor: paddle.Tensor, sync_op: bool = True) -> _Done:
+def _all_to_all_tensor(group: Any, out: paddle.Tensor, tensor: paddle.Tensor, sync_op: bool = True) -> Any:
     """Not in Gloo."""
     return _all_to_all_single(group, out, tensor)
 
 
-def _split_rows(tensor: paddle.Tensor, sizes: Sequence[int], count: int) -> list[np.ndarray]:
-    sizes = list(sizes) or [tensor.shape[0] // count] * count
-    if sum(sizes) != tensor.shape[0] or len(sizes) != count:
-        raise ValueError(f"{tensor.shape[0]} rows cannot be split into {sizes} over {count} ranks")
-    memory = _memory(tensor)
-    row_bytes = memory.size // max(tensor.shape[0], 1)
-    return np.split(memory, np.cumsum(sizes[:-1]) * row_bytes)
-
-
-def _exchange(group: Any, outs: Sequence[np.ndarray], arrays: Sequence[np.ndarray]) -> _Done:
-    member = _members[group]
-    for step in range(1, member.size):
-        peer = (member.rank + step) % member.size
-        _post(group, peer, arrays[peer])
-    np.copyto(outs[member.rank], arrays[member.rank])
-    for step in range(1, member.size):
-        peer = (member.rank - step) % member.size
-        _take(group, peer, outs[peer])
-    return _DONE
+def _rows(tensor: paddle.Tensor, sizes: Sequence[int], count: int) -> list[np.ndarray]:
+    """The bytes of the first sizes[0] rows, of the next sizes[1], and so on."""
+    num_rows = tensor.shape[0]
+    sizes = list(sizes) or [num_rows // count] * count
+    if len(sizes) != count or sum(sizes) != num_rows:
+        raise ValueError(f"{num_rows} rows cannot be split into {sizes} over {count} ranks")
+    all_bytes = memory(tensor)
+    return np.split(all_bytes, np.cumsum(sizes[:-1]) * (all_bytes.size // max(num_rows, 1)))
 
 
 def _all_gather_partial(
     group: Any, out: paddle.Tensor, tensor: paddle.Tensor, count: int, index: int, sync_op: bool = True
-) -> _Done:
-    """Not in Gloo: rank i gives part i of a tensor all ranks have the shape of; the pipeline passes `out` twice."""
+) -> Any:
+    """Not in Gloo: rank i gives part i of a tensor whose shape all ranks know; a pipeline passes `out` twice."""
     part = paddle.empty([tensor.size // count], tensor.dtype)
-    np.copyto(_memory(part), np.split(_memory(tensor.contiguous()), count)[index])
-    return _as_gloo_dtype("all_gather_into_tensor")(group, out, part, sync_op=True)
+    np.copyto(memory(part), np.split(memory(tensor.contiguous()), count)[index])
+    return _for_every_dtype("all_gather_into_tensor")(group, out, part, sync_op=True)
 
 
-def _barrier(group: Any, device_id: int = -1) -> _Done:
-    """Gloo's gives up when a rank is 30 s late: while the main rank writes a checkpoint, say."""
+def _barrier(group: Any, device_id: int = -1) -> Any:
+    """Gloo's gives up when a rank is 30 s late, as all do while the main one writes a checkpoint."""
     nothing = [np.empty(0, np.uint8)] * group.size()
-    return _exchange(group, nothing, nothing)
+    members[group].exchange(nothing, nothing)
+    return DONE
 
 
-def _as_gloo_dtype(name: str) -> Callable:
-    """A Gloo method that only moves data, for every dtype: Gloo ends the process at float8, int16, complex."""
+def _for_every_dtype(name: str) -> Callable:
+    """A Gloo method that only moves data: at float8, int16 and complex Gloo ends the process."""
     method = getattr(_gloo, name)
 
     def known(value: Any) -> Any:
@@ -306,73 +234,7 @@ def _as_gloo_dtype(name: str) -> Callable:
             return value if value.dtype in _MOVED_BY_GLOO else value.view("uint8")
         return [known(item) for item in value] if isinstance(value, (list, tuple)) else value
 
-    def move(group: Any, *arguments: Any, **options: Any) -> Any:
-        return method(group, *map(known, arguments), **options)
-
-    return move
-
-
-# ------------------------------------------------------------------------------------------ point-to-point
-# Gloo's waits for the peer and desynchronises the group (`gloo_channels`): a pipeline of three stages hangs.
-
-_deferred: list[tuple[Any, int, np.ndarray]] | None = None
-
-
-def _post(group: Any, peer: int, array: np.ndarray) -> None:
-    member = _members[group]
-    address = functools.partial(member.address, peer)
-    _channels.send(member.group_id, member.rank, peer, array.copy(), address)
-
-
-def _take(group: Any, peer: int, array: np.ndarray) -> None:
-    _channels.receive(_members[group].group_id, peer, array)
-
-
-def _send(group: Any, tensor: paddle.Tensor, peer: int, sync_op: bool = True) -> _Done:
-    _post(group, peer, _memory(tensor.contiguous()))
-    return _DONE
-
-
-def _receive(group: Any, tensor: paddle.Tensor, peer: int, sync_op: bool = True) -> _Done:
-    return _receive_now_or_at_end(group, peer, _memory(tensor))
-
-
-def _send_partial(
-    group: Any, tensor: paddle.Tensor, peer: int, count: int, index: int, sync_op: bool = True
-) -> _Done:
-    """Part `index` of `count`: ranks of a tensor-parallel group each pass on a part of what they all hold."""
-    _post(group, peer, np.split(_memory(tensor.contiguous()), count)[index])
-    return _DONE
-
-
-def _receive_partial(
-    group: Any, tensor: paddle.Tensor, peer: int, count: int, index: int, sync_op: bool = True
-) -> _Done:
-    return _receive_now_or_at_end(group, peer, np.split(_memory(tensor), count)[index])
-
-
-def _receive_now_or_at_end(group: Any, peer: int, array: np.ndarray) -> _Done:
-    if _deferred is None:
-        _take(group, peer, array)
-    else:
-        _deferred.append((group, peer, array))
-    return _DONE
-
-
-def _start_coalescing(group: Any) -> None:
-    """Gloo's does nothing, so a batch that lists its receives first waits for peers that do the same.
-
-    Within a batch sends leave at once and receives wait for its end. The interleaved pipeline needs it.
-    """
-    global _deferred
-    _deferred = []
-
-
-def _end_coalescing(group: Any, tasks: Any = None) -> None:
-    global _deferred
-    receives, _deferred = _deferred or [], None
-    for receive in receives:
-        _take(*receive)
+    return lambda group, *arguments, **options: method(group, *map(known, arguments), **options)
 
 
 # --------------------------------------------------------------------------------- tensor-parallel kernels
@@ -380,7 +242,7 @@ def _end_coalescing(group: Any, tasks: Any = None) -> None:
 # communicator, and its gradient in mp_ops gathers on axis 0 what the forward split on the last axis.
 
 
-def _c_identity(x: paddle.Tensor, *_: Any, **__: Any) -> paddle.Tensor:
+def _c_identity(x: paddle.Tensor, *_: Any) -> paddle.Tensor:
     return x.clone()
 
 
@@ -395,11 +257,11 @@ def _gather_last_axis(x: paddle.Tensor, group: Any) -> paddle.Tensor:
 
 
 def _own_part_of_last_axis(x: paddle.Tensor, group: Any) -> paddle.Tensor:
-    return paddle.split(x, group.nranks, axis=-1)[group.rank]
+    return paddle.split(x, group.nranks, axis=-1)[group.rank].contiguous()
 
 
 class _GatherLastAxis(PyLayer):
-    """Every rank uses the whole in the same way, so the gradient of its part is that part of the gradient."""
+    """All ranks use the whole in the same way, so the gradient of a part is that part of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: paddle.Tensor, group: Any) -> paddle.Tensor:
@@ -412,7 +274,7 @@ class _GatherLastAxis(PyLayer):
 
 
 class _SplitLastAxis(PyLayer):
-    """The signature is that of mp_ops.c_split_eager, whose place it takes."""
+    """With the signature of mp_ops.c_split_eager, whose place it takes."""
 
     @staticmethod
     def forward(ctx: Any, x: paddle.Tensor, group: Any, rank: int, nranks: int) -> paddle.Tensor:
@@ -425,21 +287,21 @@ class _SplitLastAxis(PyLayer):
 
 
 class _SoftmaxCrossEntropy(PyLayer):
-    """-log softmax at the label, over a vocabulary split across the group: one pass, one communication.
+    """-log softmax at the label, over a vocabulary split across the group, with one communication.
 
-    With m the rank's largest logit, e = exp(x - m), s = sum(e), and M the largest m of the group, a softmax
-    entry is e * exp(m - M) / S where S = sum over ranks of s * exp(m - M). So ranks exchange m, s and the logit
-    of the label. Only e is kept; the gradient is made in its memory. Numpy does the arithmetic: on one thread it
-    takes a quarter of the time of Paddle's max, exp and sum.
+    With m a rank's largest logit, e = exp(x - m), s = sum(e), and M the largest m of the group, the softmax is
+    e exp(m - M) / S where S = sum over ranks of s exp(m - M). So the ranks exchange m, s and the label's logit.
+    Only e is kept, and the gradient is made in its memory. The arithmetic is numpy's, on the tensors' memory:
+    on one thread it takes a third of the time of Paddle's max, exp and sum.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: paddle.Tensor, labels: np.ndarray, ignore_index: int, group: Any) -> paddle.Tensor:
         wide = logits if logits.dtype == paddle.float64 else logits.astype("float32")
         kept = paddle.empty(wide.shape, wide.dtype)
-        x, e = (_array(tensor.contiguous()).reshape(labels.size, -1) for tensor in (wide, kept))
+        x, e = (array(tensor.contiguous()).reshape(labels.size, -1) for tensor in (wide, kept))
         largest = x.max(axis=1)
-        np.maximum(largest, np.finfo(x.dtype).min, out=largest)  # a part of -inf alone: exp(-inf), not exp(nan)
+        np.maximum(largest, np.finfo(x.dtype).min, out=largest)  # a part of -inf alone: not -inf - -inf
         np.subtract(x, largest[:, None], out=e)
         np.exp(e, out=e)
         used = labels != ignore_index
@@ -451,83 +313,64 @@ class _SoftmaxCrossEntropy(PyLayer):
         mine = paddle.to_tensor(np.stack([largest, e.sum(axis=1), at_label]))
         gathered = paddle.empty([group.nranks, *mine.shape], mine.dtype)
         group.process_group.all_gather_into_tensor(gathered, mine, True)
-        all_largest, all_sums, all_at_label = _array(gathered).transpose(1, 0, 2)
+        all_largest, all_sums, all_at_label = array(gathered).transpose(1, 0, 2)
         peak = all_largest.max(axis=0)
         total = (all_sums * np.exp(all_largest - peak)).sum(axis=0)
-        loss = np.where(used, np.log(total) - (all_at_label.sum(axis=0) - peak), 0).astype(x.dtype)
+        loss = np.where(used, np.log(total) - (all_at_label.sum(axis=0) - peak), 0)
 
         ctx.kept, ctx.dtype, ctx.at_label = kept, logits.dtype, (rows, column[rows])
-        ctx.to_softmax = np.where(used, np.exp(largest - peak) / total, 0).astype(x.dtype)
+        ctx.to_softmax = np.where(used, np.exp(largest - peak) / total, 0)
         return paddle.to_tensor(loss.reshape([*logits.shape[:-1], 1])).astype(logits.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
-        kept, ctx.kept = ctx.kept, None
-        if kept is None:
-            raise RuntimeError("a second backward: the first made its gradient where the softmax was kept")
+        kept = ctx.kept
         upstream = gradient.astype(kept.dtype).numpy().reshape(-1)
-        e = _array(kept).reshape(upstream.size, -1)
+        e = array(kept).reshape(upstream.size, -1)
         e *= (upstream * ctx.to_softmax)[:, None]
         e[ctx.at_label] -= upstream[ctx.at_label[0]]
         return kept.astype(ctx.dtype)
 
 
 def _c_softmax_with_cross_entropy(
-    logits: paddle.Tensor,
-    label: paddle.Tensor,
-    group: Any = None,
-    return_softmax: bool = False,
-    ignore_index: int = -100,
+    logits: paddle.Tensor, label: paddle.Tensor, group: Any = None, return_softmax: bool = False, ignore_index: int = -100
 ) -> paddle.Tensor:
     """Loss [..., 1] for logits [..., part of the vocabulary] and labels [...] or [..., 1].
 
     Raises:
-        ValueError: a label is neither in the vocabulary nor `ignore_index`, or there is not one for each row.
+        ValueError: a label is neither in the vocabulary nor `ignore_index`, or they do not fit the logits.
         NotImplementedError: the softmax is asked for; nothing in fleet does.
     """
     if return_softmax:
         raise NotImplementedError("the tensor-parallel cross-entropy on CPU keeps no softmax to return")
-    group = collective._get_default_group() if group is None else group
-    vocab_size = logits.shape[-1] * group.nranks
+    group = dist.get_group() if group is None else group
     labels = label.numpy().reshape(-1).astype(np.int64)
     if labels.size * logits.shape[-1] != logits.size:
         raise ValueError(f"labels of shape {list(label.shape)} do not fit logits of shape {list(logits.shape)}")
+    vocab_size = logits.shape[-1] * group.nranks
     wrong = labels[((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)]
     if wrong.size:
-        raise ValueError(f"label {wrong[0]} is outside the vocabulary of {vocab_size} and not {ignore_index}")
+        raise ValueError(f"label {wrong[0]} is not in the vocabulary of {vocab_size}, nor is it {ignore_index}")
     return _SoftmaxCrossEntropy.apply(logits, labels, ignore_index, group)
 
 
 # ------------------------------------------------------------------------------------------------ sharding
 
 
-def _patch_sharding() -> None:
-    """Optimizer sharding, both versions (`DygraphShardingOptimizer`, `DygraphShardingOptimizerV2`)."""
-    from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import dygraph_sharding_optimizer
-    from paddle.distributed.fleet.utils import tensor_fusion_helper
+def _clear_grad(sharding: Any, set_to_zero: bool = True, *, original: Callable) -> None:
+    """`DygraphShardingOptimizerV2.clear_grad` that keeps gradients where they are.
 
-    # fused buffers know the alignment of accelerators only ("only support dict_keys(['gpu', 'npu', 'xpu'])")
-    # and no float64 (KeyError)
-    tensor_fusion_helper.alignment["cpu"] = 256
-    tensor_fusion_helper.__current_device_type__ = "cpu"
-    tensor_fusion_helper.align[paddle.float64] = 8
-
-    # After clear_gradient(True) the next backward *replaces* .grad, which then is no longer a view of the fused
-    # buffer: from the second step on the optimizer sees zeros. Zeroing in place keeps the view.
-    sharding_v2 = dygraph_sharding_optimizer.DygraphShardingOptimizerV2
-    original = sharding_v2.clear_grad
-
-    def clear_grad(self: Any, set_to_zero: bool = True) -> None:
-        fused = not self.sd_release_grads and not any(hasattr(p, "main_grad") for p in self._parameter_list)
-        if not (fused and set_to_zero):
-            original(self, set_to_zero)
-            return
-        with paddle.no_grad():
-            for parameter in self._parameter_list:
-                if parameter.grad is not None:
-                    parameter.grad.zero_()
-
-    sharding_v2.clear_grad = clear_grad
+    After Paddle's clear_gradient(True) the next backward *replaces* .grad, which then is no part of the fused
+    buffer any more, and from the second step on the optimizer sees zeros.
+    """
+    has_main_grad = any(hasattr(parameter, "main_grad") for parameter in sharding._parameter_list)
+    if sharding.sd_release_grads or has_main_grad or not set_to_zero:
+        original(sharding, set_to_zero)
+        return
+    with paddle.no_grad():
+        for parameter in sharding._parameter_list:
+            if parameter.grad is not None:
+                parameter.grad.zero_()
 
 
 class _Overridden:
@@ -547,29 +390,25 @@ def group_sharded_classes() -> tuple[type, type, type]:
     Construct each with `device="cpu"`; fleet's `group_sharded_parallel` refuses a CPU by itself.
     """
     from paddle.distributed.fleet.meta_parallel.sharding import (
-        group_sharded_optimizer_stage2 as optimizer2,
-    )
-    from paddle.distributed.fleet.meta_parallel.sharding import (
-        group_sharded_stage2 as stage2,
-    )
-    from paddle.distributed.fleet.meta_parallel.sharding import (
-        group_sharded_stage3 as stage3,
-    )
-    from paddle.distributed.fleet.meta_parallel.sharding import (
-        group_sharded_storage as storage,
+        group_sharded_optimizer_stage2,
+        group_sharded_stage2,
+        group_sharded_stage3,
+        group_sharded_storage,
     )
 
-    # they assert an accelerator and parse the index of a device like "gpu:0"
-    optimizer2.core = stage3.core = _Overridden(core, is_compiled_with_cuda=lambda: True)
-    optimizer2.paddle = stage2.paddle = stage3.paddle = _Overridden(paddle, get_device=lambda: "cpu:0")
-    # cvt_to_device knows CUDAPlace and XPUPlace only
-    storage.cvt_to_device = lambda tensor, *_: tensor
-    # convert_gpu=True copies a parameter with .cpu(), on CPU an alias, and then frees its memory
-    add_rank_params = storage.ParamStorage.add_rank_params
-    storage.ParamStorage.add_rank_params = lambda self, params, align, convert_gpu=True: add_rank_params(
-        self, params, align, False
+    # they assert an accelerator, and parse the index out of a device name like "gpu:0"
+    for module in (group_sharded_optimizer_stage2, group_sharded_stage2, group_sharded_stage3):
+        module.core = _Overridden(core, is_compiled_with_cuda=lambda: True)
+        module.paddle = _Overridden(paddle, get_device=lambda: "cpu:0")
+    # with convert_gpu a parameter is copied by .cpu(), on CPU an alias, and then its memory is freed
+    storage = group_sharded_storage.ParamStorage
+    original = storage.add_rank_params
+    storage.add_rank_params = lambda self, params, align, convert_gpu=True: original(self, params, align, False)
+    return (
+        group_sharded_optimizer_stage2.GroupShardedOptimizerStage2,
+        group_sharded_stage2.GroupShardedStage2,
+        group_sharded_stage3.GroupShardedStage3,
     )
-    return optimizer2.GroupShardedOptimizerStage2, stage2.GroupShardedStage2, stage3.GroupShardedStage3
 
 
 def count_shared_weights_once(pipeline_layer: Any) -> None:
@@ -597,25 +436,22 @@ def install() -> None:
         return
     if dist.is_initialized():
         raise RuntimeError("gloo.install() must come before fleet.init() and init_parallel_env()")
-    _patch_groups()
-    _patch_tensor_parallel()
-    _patch_sharding()
-    # without an accelerator the attribute is never set, and reading ParallelEnv().device_id raises
+    _patch_process_group(core.ProcessGroupGloo)
+    _patch_fleet()
+    # the libuv server ends the process when its port is taken; the plain one raises, and we try another
+    paddle.set_flags({"FLAGS_tcp_store_using_libuv": False})
+    # never set without an accelerator, so that reading ParallelEnv().device_id raises
     dist.ParallelEnv._device_id = 0
-    # resharding of checkpoints and gradient clipping of ZeRO call .cuda() ("No available device found")
+    # resharding of checkpoints and clipping under ZeRO call .cuda() ("No available device found")
     paddle.Tensor.cuda = lambda self, *_, **__: self
-    # averages ask for it before they reach Gloo, a wheel without NCCL has none; 2.10 is the first that averages
-    if not hasattr(core, "nccl_version"):
+    if not hasattr(core, "nccl_version"):  # dist.all_reduce asks for it before an average; 2.10 is the first with one
         core.nccl_version = lambda: 21000
 
 
-def _patch_groups() -> None:
-    group = core.ProcessGroupGloo
+def _patch_process_group(group: type) -> None:
     moving = ("broadcast", "all_gather", "all_gather_into_tensor", "scatter", "scatter_tensor", "gather")
     vars(_gloo).update({name: getattr(group, name) for name in (*moving, "create", "all_reduce", "reduce")})
-    # the libuv server ends the process when its port is taken; the plain one raises, and we try another
-    paddle.set_flags({"FLAGS_tcp_store_using_libuv": False})
-    operations: dict[str, Callable] = {name: _as_gloo_dtype(name) for name in moving} | {
+    operations: dict[str, Callable] = {name: _for_every_dtype(name) for name in moving} | {
         "all_reduce": _all_reduce,
         "reduce": _reduce,
         "reduce_scatter": _reduce_scatter,
@@ -624,29 +460,34 @@ def _patch_groups() -> None:
         "all_to_all_tensor": _all_to_all_tensor,
         "all_to_all_single": _all_to_all_single,
         "all_gather_partial": _all_gather_partial,
-        "send": _send,
-        "recv": _receive,
-        "send_partial": _send_partial,
-        "recv_partial": _receive_partial,
+        "send": gloo_channels.send,
+        "recv": gloo_channels.receive,
+        "send_partial": gloo_channels.send_partial,
+        "recv_partial": gloo_channels.receive_partial,
     }
     for name, operation in operations.items():
         setattr(group, name, operation)
-        # Gloo has none of these; tensor and pipeline parallelism call them, always without `sync_op`
-        setattr(group, f"{name}_on_calc_stream", _on_calc_stream(operation))
+        # Gloo has none of these, and tensor and pipeline parallelism call them
+        setattr(group, f"{name}_on_calc_stream", functools.partialmethod(operation, sync_op=True))
     group.create = staticmethod(_create_group)
     group.allreduce = _all_reduce
     group.barrier = _barrier
-    group._start_coalescing, group._end_coalescing = _start_coalescing, _end_coalescing
+    group._start_coalescing = gloo_channels.start_coalescing
+    group._end_coalescing = gloo_channels.end_coalescing
 
 
-def _on_calc_stream(operation: Callable) -> Callable:
-    return lambda group, *arguments: operation(group, *arguments, sync_op=True)
-
-
-def _patch_tensor_parallel() -> None:
+def _patch_fleet() -> None:
     from paddle.distributed.fleet.layers.mpu import mp_ops
+    from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import dygraph_sharding_optimizer
+    from paddle.distributed.fleet.utils import tensor_fusion_helper
 
     paddle._C_ops.c_identity = paddle._legacy_C_ops.c_identity = _c_identity
     paddle._C_ops.c_concat = _c_concat
     mp_ops.c_split_eager = _SplitLastAxis
     mp_ops._c_softmax_with_cross_entropy = _c_softmax_with_cross_entropy
+    sharding = dygraph_sharding_optimizer.DygraphShardingOptimizerV2
+    sharding.clear_grad = functools.partialmethod(_clear_grad, original=sharding.clear_grad)
+    # fused buffers know the alignment of accelerators only (an AssertionError), and no float64 (a KeyError)
+    tensor_fusion_helper.alignment["cpu"] = 256
+    tensor_fusion_helper.__current_device_type__ = "cpu"
+    tensor_fusion_helper.align[paddle.float64] = 8

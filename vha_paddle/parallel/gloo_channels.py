@@ -1,12 +1,13 @@
-"""Buffered messages between the ranks of a job, over TCP: `gloo.py` builds point-to-point and all-to-all on them.
+"""Buffered messages between the ranks of a Gloo group, over TCP: point-to-point, and what `gloo.py` builds on it.
 
 Gloo has no buffered send. Its `send` returns once the peer has received, so two ranks that both send first wait
 for ever. And it numbers the operations of a group with one counter that only the two ends of a message advance,
-so after a message between two members of a larger group its next common operation never matches.
+so after a message between two members of a larger group its next common operation never matches: a pipeline of
+three stages hangs.
 
 Here every (group, source, destination) has a connection of its own, opened at its first message. A message is
-its length (8 bytes, little endian) and its bytes. Sending hands them to a thread and returns; messages of one
-channel arrive in the order sent. This module knows nothing of Paddle: it moves numpy arrays of bytes.
+its length (8 bytes, little endian) and its bytes. Sending copies them, hands the copy to a thread and returns;
+messages of one channel arrive in the order sent.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import paddle
 
 TOKEN_BYTES = 16
 HELLO = struct.Struct(f"<{TOKEN_BYTES}sqq")  # the receiver's token, the group, the source's rank in it
@@ -33,6 +37,28 @@ FLUSH_TIMEOUT = 30.0  # seconds for the unsent messages when the process ends
 
 class ChannelError(ConnectionError):
     """A message could not be delivered, or did not have the length its receiver expects."""
+
+
+class _Memory:
+    """The bytes of a contiguous tensor for `np.asarray`, which keeps the tensor alive as long as the array."""
+
+    def __init__(self, tensor: paddle.Tensor) -> None:
+        if not tensor.is_contiguous():
+            raise ValueError(f"a tensor of shape {list(tensor.shape)} must be contiguous to be written by a peer")
+        self.tensor = tensor
+        size = tensor.size * tensor.element_size()
+        address = tensor.data_ptr() if size else np.empty(0).ctypes.data
+        self.__array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
+
+
+def memory(tensor: paddle.Tensor) -> np.ndarray:
+    """A tensor's own memory as flat uint8, not the copy `numpy()` makes: what is written there the tensor holds."""
+    return np.asarray(_Memory(tensor))
+
+
+def array(tensor: paddle.Tensor) -> np.ndarray:
+    """A tensor's own memory in its shape and dtype, one that numpy has."""
+    return memory(tensor).view(str(tensor.dtype).removeprefix("paddle.")).reshape(tensor.shape)
 
 
 class _Sender(threading.Thread):
@@ -55,7 +81,7 @@ class _Sender(threading.Thread):
                 while (message := self.messages.get()) is not None:
                     connection.sendall(LENGTH.pack(message.nbytes))
                     connection.sendall(message)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the main thread must hear of it
             self.error = error
 
 
@@ -67,6 +93,8 @@ class Channels:
         self._token = secrets.token_bytes(TOKEN_BYTES)  # so that no stranger's connection passes for a rank's
         self._listener = socket.create_server((host, 0), backlog=128)
         self.address = f"{host}:{self._listener.getsockname()[1]}:{self._token.hex()}"
+        self.batch: list[Callable[[], None]] | None = None
+        """Receives put off to the end of the batch that is open, if one is."""
         self._senders: dict[tuple[int, int], _Sender] = {}  # by group and destination
         self._incoming: dict[tuple[int, int], socket.socket] = {}  # by group and source
         self._arrival = threading.Condition()
@@ -76,10 +104,9 @@ class Channels:
     def send(
         self, group: int, source: int, destination: int, message: np.ndarray, address: Callable[[], str]
     ) -> None:
-        """Queue bytes for rank `destination` of a group in which this process is rank `source`.
+        """Queue flat uint8 bytes for rank `destination` of a group in which this process is rank `source`.
 
-        `message` is a flat uint8 array that must not change any more; `address` gives the peer's, and is called
-        at the first message only.
+        `message` must not change any more. `address` gives the peer's; it is called at the first message only.
 
         Raises:
             ChannelError: an earlier message of this process could not be delivered.
@@ -150,7 +177,7 @@ class Channels:
         for sender in self._senders.values():
             sender.join(max(0.0, deadline - time.monotonic()))
             if sender.is_alive() or sender.error is not None:
-                print(f"{sender.name}: not delivered: {sender.error or 'the peer stopped reading'}", file=sys.stderr)
+                print(f"{sender.name}: not delivered: {sender.error or 'the peer does not read'}", file=sys.stderr)
 
 
 def _read(connection: socket.socket, buffer: memoryview) -> None:
@@ -159,3 +186,101 @@ def _read(connection: socket.socket, buffer: memoryview) -> None:
         if count == 0:
             raise ConnectionError("the peer closed the connection")
         buffer = buffer[count:]
+
+
+class Member:
+    """This process as a member of one group: the group's messages, by ranks in the group."""
+
+    def __init__(self, channels: Channels, store: Any, group_id: int, rank: int, size: int) -> None:
+        """Tell the others in `store`, which all members share, where to reach this one."""
+        self.group_id, self.rank, self.size = group_id, rank, size
+        self._channels, self._store = channels, store
+        store.set(self._key(rank), channels.address)
+
+    def _key(self, rank: int) -> str:
+        return f"gloo/{self.group_id}/channels/{rank}"
+
+    def send(self, peer: int, array: np.ndarray) -> None:
+        """Copy the bytes, and return."""
+        message = array.view(np.uint8).copy()
+        self._channels.send(
+            self.group_id, self.rank, peer, message, lambda: self._store.get(self._key(peer)).decode()
+        )
+
+    def receive(self, peer: int, array: np.ndarray) -> None:
+        """Wait for the bytes."""
+        self._channels.receive(self.group_id, peer, array.view(np.uint8))
+
+    def receive_in_batch(self, peer: int, array: np.ndarray) -> None:
+        """Wait for the bytes, at the end of the batch where one is open."""
+        if self._channels.batch is None:
+            self.receive(peer, array)
+        else:
+            self._channels.batch.append(lambda: self.receive(peer, array))
+
+    def exchange(self, outs: Sequence[np.ndarray], arrays: Sequence[np.ndarray]) -> None:
+        """Array i goes to rank i; what rank i sends here lands in out i."""
+        for step in range(1, self.size):
+            peer = (self.rank + step) % self.size
+            self.send(peer, arrays[peer])
+        np.copyto(outs[self.rank], arrays[self.rank])
+        for step in range(1, self.size):
+            peer = (self.rank - step) % self.size
+            self.receive(peer, outs[peer])
+
+    def start_batch(self) -> None:
+        """Put receives off until `end_batch`, on every group; sends still leave at once."""
+        self._channels.batch = []
+
+    def end_batch(self) -> None:
+        """Do the receives of the batch."""
+        receives, self._channels.batch = self._channels.batch or [], None
+        for receive in receives:
+            receive()
+
+
+# ------------------------------------------------- what takes the place of ProcessGroupGloo's methods of these names
+
+DONE = SimpleNamespace(wait=lambda *_: True, is_completed=lambda: True, synchronize=lambda: None)
+"""The task of an operation that was finished when its call returned."""
+
+members: dict[Any, Member] = {}
+"""By process group."""
+
+
+def send(group: Any, tensor: paddle.Tensor, peer: int, sync_op: bool = True) -> Any:
+    """Buffered: returns before the peer receives."""
+    members[group].send(peer, memory(tensor.contiguous()))
+    return DONE
+
+
+def receive(group: Any, tensor: paddle.Tensor, peer: int, sync_op: bool = True) -> Any:
+    """Into `tensor`; in a batch, at its end."""
+    members[group].receive_in_batch(peer, memory(tensor))
+    return DONE
+
+
+def send_partial(
+    group: Any, tensor: paddle.Tensor, peer: int, count: int, index: int, sync_op: bool = True
+) -> Any:
+    """Part `index` of `count` (not in Gloo): of what all tensor-parallel ranks hold each passes on a part."""
+    members[group].send(peer, np.split(memory(tensor.contiguous()), count)[index])
+    return DONE
+
+
+def receive_partial(
+    group: Any, tensor: paddle.Tensor, peer: int, count: int, index: int, sync_op: bool = True
+) -> Any:
+    """Part `index` of `count` (not in Gloo); the rest of `tensor` is left as it is."""
+    members[group].receive_in_batch(peer, np.split(memory(tensor), count)[index])
+    return DONE
+
+
+def start_coalescing(group: Any) -> None:
+    """Gloo ignores it: ranks whose batches list a receive first, as an interleaved pipeline's do, all wait."""
+    members[group].start_batch()
+
+
+def end_coalescing(group: Any, tasks: Any = None) -> None:
+    """The receives of the batch happen here."""
+    members[group].end_batch()

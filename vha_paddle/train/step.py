@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,13 +60,3 @@ def train_step(
     optimizer.step(learning_rate)
     return StepResult(loss, norm)
 
-
-def mean_loss(model: Decoder, windows: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
-    """Mean cross-entropy (nats per token) over batches of tokens and labels, without gradients."""
-    total, count = 0.0, 0
-    with paddle.no_grad():
-        for tokens_BS, labels_BS in windows:
-            loss_BS = model.loss(paddle.to_tensor(tokens_BS), paddle.to_tensor(labels_BS))
-            total += float(loss_BS.astype("float64").sum().numpy())
-            count += tokens_BS.size
-    return total / count

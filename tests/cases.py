@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from tests.oracles.spec import OracleSpec, random_weights
 from vha_paddle.config import Recipe, recipe_from_dict
 
 NUM_STEPS = 4
 SEQUENCE, GLOBAL_BATCH, MICRO_BATCH = 7, 4, 2
 VOCAB, HIDDEN, INTERMEDIATE, LAYERS, HEAD_DIM = 56, 24, 32, 2, 6
+ROPE_THETA = 100.0
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,25 @@ class Case:
     attention: dict[str, Any]
     tied: bool
     decay_target: str | None = None
+
+    @property
+    def spec(self) -> OracleSpec:
+        """The same model, for the numpy oracle."""
+        is_vha = self.attention["kind"] == "vha"
+        return OracleSpec(
+            kind=self.attention["kind"],
+            hidden_size=HIDDEN,
+            num_attention_heads=self.attention["num_attention_heads"],
+            num_key_value_heads=self.attention["num_key_value_heads"],
+            head_dim=HEAD_DIM,
+            premix=is_vha,
+            postmix_rank=self.attention["postmix_rank"] if is_vha else 0,
+            num_hidden_layers=LAYERS,
+            intermediate_size=INTERMEDIATE,
+            vocab_size=VOCAB,
+            tie_word_embeddings=self.tied,
+            rope_theta=ROPE_THETA,
+        )
 
     def recipe(self, tensor_degree: int) -> Recipe:
         """A recipe of this model; clipping is active at every step."""
@@ -32,7 +53,7 @@ class Case:
                     "hidden_size": HIDDEN,
                     "intermediate_size": INTERMEDIATE,
                     "num_hidden_layers": LAYERS,
-                    "rope_theta": 100.0,
+                    "rope_theta": ROPE_THETA,
                     "tie_word_embeddings": self.tied,
                     "attention": {"head_dim": HEAD_DIM, **self.attention},
                 },
@@ -85,22 +106,4 @@ def batches(case: Case) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 def starting_weights(case: Case) -> dict[str, np.ndarray]:
     """Trained-size weights: at initialisation Postmix is the identity and Premix nearly so, which hides faults."""
-    from vha_paddle.model.decoder import build_decoder
-    from vha_paddle.parallel.mesh import Mesh
-    from vha_paddle.parallel.placement import info_of
-
-    generator = np.random.default_rng(7)
-    weights = {}
-    for name, parameter in build_decoder(case.recipe(1).model, Mesh(), seed=1).named_tensors().items():
-        shape = tuple(parameter.shape)
-        noise = generator.standard_normal(shape)
-        decay = info_of(parameter).decay
-        if decay == "gain":
-            weights[name] = 1 + 0.3 * noise
-        elif decay == "premix":
-            weights[name] = np.eye(shape[-1]) + 0.5 * noise
-        elif decay == "postmix":
-            weights[name] = 0.5 * noise
-        else:
-            weights[name] = 0.3 * noise
-    return weights
+    return random_weights(case.spec, seed=7)

@@ -1,0 +1,124 @@
+"""Checkpoints on disk without a training run: numpy writes the same directory that a run would."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.oracles.spec import OracleSpec, random_weights
+from vha_paddle.checkpoint import layout
+from vha_paddle.config import Recipe, VirtualHeadAttention, recipe_from_dict, recipe_to_yaml
+from vha_paddle.data.tokenizer import train_sentencepiece
+from vha_paddle.tensor_file import create_tensors, fill_tensors
+
+STATE = layout.RunState(step=7, tokens=1792, samples=56, seed=3, data_fingerprint="none", version="0.0.9")
+
+# Sizes that differ from each other, so that exchanged axes show.
+SMALL_MODEL: dict[str, Any] = {
+    "vocab_size": 330,
+    "hidden_size": 20,
+    "intermediate_size": 28,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+    "rope_theta": 3e4,
+    "tie_word_embeddings": True,
+}
+SMALL_VHA = {
+    "kind": "vha",
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "postmix_rank": 3,
+}
+SMALL_GROUPED = {"kind": "grouped", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
+
+
+def small_recipe(attention: Mapping[str, Any], **model: Any) -> Recipe:
+    """A complete recipe of a tiny model; `model` overrides `SMALL_MODEL`."""
+    has_maps = attention["kind"] == "vha"
+    values = {
+        "run": {"name": "small", "seed": 3, "output": "runs/small"},
+        "model": SMALL_MODEL | model | {"attention": dict(attention)},
+        "data": {
+            "train": "data/train",
+            "tokenizer": "data/tokenizer.model",
+            "sequence_length": 32,
+            "global_batch_size": 8,
+            "micro_batch_size": 8,
+        },
+        "optim": {"lr": 1e-3} | ({"decay_target": "identity"} if has_maps else {}),
+        "schedule": {"kind": "cosine", "total_tokens": 2560, "warmup_tokens": 256, "min_lr": 1e-4},
+    }
+    return recipe_from_dict(values, source="small_recipe")
+
+
+def oracle_spec(recipe: Recipe) -> OracleSpec:
+    """The recipe's model as the oracles describe it."""
+    model, attention = recipe.model, recipe.model.attention
+    has_maps = isinstance(attention, VirtualHeadAttention)
+    return OracleSpec(
+        kind=attention.kind,
+        hidden_size=model.hidden_size,
+        num_attention_heads=attention.num_attention_heads,
+        num_key_value_heads=attention.num_key_value_heads,
+        head_dim=attention.head_dim,
+        premix=has_maps,
+        postmix_rank=attention.postmix_rank if has_maps else 0,
+        num_hidden_layers=model.num_hidden_layers,
+        intermediate_size=model.intermediate_size,
+        vocab_size=model.vocab_size,
+        tie_word_embeddings=model.tie_word_embeddings,
+        rms_norm_eps=model.rms_norm_eps,
+        rope_theta=model.rope_theta,
+    )
+
+
+def trained_weights(recipe: Recipe, seed: int = 0) -> dict[str, np.ndarray]:
+    """Float32 weights with every map at the size that training reaches."""
+    return random_weights(oracle_spec(recipe), seed, np.float32)
+
+
+@functools.cache
+def small_tokenizer(vocab_size: int = 320) -> bytes:
+    """A SentencePiece model trained on a few sentences of prose and code."""
+    prose = "The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n"
+    code = "def fox(dog):\n    if dog is None:\n        return 1\n"
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "tokenizer.model"
+        return train_sentencepiece([prose * 3, code * 3], vocab_size, path).model_bytes
+
+
+def write_checkpoint(
+    path: Path, recipe: Recipe, weights: Mapping[str, np.ndarray], tokenizer_model: bytes
+) -> Path:
+    """Write `path` as a complete checkpoint holding `weights` as they are, right or wrong for the recipe."""
+    path.mkdir(parents=True)
+    tensors = {name: (array.dtype, array.shape) for name, array in weights.items()}
+    create_tensors(path / layout.MODEL_FILE, tensors, layout.TENSOR_METADATA)
+    file = fill_tensors(path / layout.MODEL_FILE)
+    for name, array in weights.items():
+        file.array(name)[...] = array
+    file.flush()
+    create_tensors(path / layout.OPTIMIZER_FILE, {}, layout.TENSOR_METADATA)
+    (path / layout.RECIPE_FILE).write_text(recipe_to_yaml(recipe), encoding="utf-8")
+    (path / layout.TOKENIZER_FILE).write_bytes(tokenizer_model)
+    layout.write_state(path, STATE)
+    layout.write_manifest(path)
+    return path
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A checkpoint and what was exported from it."""
+
+    recipe: Recipe
+    weights: dict[str, np.ndarray]
+    checkpoint: Path
+    directory: Path
+    report: dict[str, Any]

@@ -1,0 +1,200 @@
+"""Recipes: what is accepted, and the one line that says what is not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+from ruamel.yaml import YAML
+
+from vha_paddle.config import load_recipe, recipe_to_yaml
+from vha_paddle.config.schema import Recipe
+from vha_paddle.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "recipes/quickstart.yaml"
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+SCHEMA = ROOT / "recipes/recipe.schema.json"
+
+
+def error_of(*overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_recipe(QUICKSTART, overrides)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text.removeprefix(f"{QUICKSTART}: ")
+
+
+def error_of_text(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        load_recipe(path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_every_recipe_parses_and_survives_a_round_trip(path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(path)
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(recipe_to_yaml(recipe), encoding="utf-8")
+    assert load_recipe(copy) == recipe
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_every_recipe_fits_the_editors_schema(path: Path) -> None:
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    jsonschema.validate(YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8")), schema)
+
+
+def test_the_editors_schema_is_the_one_the_code_makes() -> None:
+    assert json.loads(SCHEMA.read_text(encoding="utf-8")) == Recipe.model_json_schema(), (
+        "run `python -m vha_paddle.config > recipes/recipe.schema.json`"
+    )
+
+
+def test_derived_numbers() -> None:
+    recipe = load_recipe(QUICKSTART, ["schedule.total_tokens=50e9", "data.micro_batch_size=4"])
+    assert recipe.tokens_per_step == 16 * 256
+    assert recipe.num_steps == 50_000_000_000 // 4096
+    assert recipe.num_microbatches == 4
+    assert recipe.num_ranks == 2
+
+
+def test_numbers_are_read_as_yaml_1_2_does() -> None:
+    recipe = load_recipe(QUICKSTART, ["optim.lr=3e-4", "schedule.min_lr=0", "schedule.total_tokens=1_000_000"])
+    assert recipe.optim.lr == 3e-4
+    assert recipe.schedule.min_lr == 0.0
+    assert recipe.schedule.total_tokens == 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("optim.lrr=3", "optim.lrr: unknown key; did you mean lr?"),
+        ("optimm.lr=3", "optimm: unknown key; did you mean optim?"),
+        ("optim.lr=abc", "optim.lr='abc': must be a valid number; correct the value"),
+        ("optim.lr=.nan", "optim.lr=nan: must be a finite number; correct the value"),
+        ("model.vocab_size=4.5", "model.vocab_size=4.5: must be a valid integer; correct the value"),
+        ("model.vocab_size=true", "model.vocab_size=True: must be a valid integer; correct the value"),
+        ("model.tie_word_embeddings=1", "model.tie_word_embeddings=1: must be a valid boolean; correct the value"),
+        ("model.attention.kind=vhaa", "model.attention.kind=vhaa: must be one of grouped, vha; did you mean vha?"),
+        (
+            "model.attention.kind=grouped",
+            "model.attention.postmix_rank: unknown key; known here: kind, num_attention_heads, "
+            "num_key_value_heads, head_dim",
+        ),
+        (
+            "model.attention.num_attention_heads=9",
+            "model.attention.num_attention_heads=9: must be a multiple of model.attention.num_key_value_heads=2; "
+            "use 8 or 10",
+        ),
+        (
+            "parallel.tensor=3",
+            "parallel.tensor=3: must divide physical heads (num_attention_heads / num_key_value_heads)=4; use 2 or 4",
+        ),
+        ("parallel.pipeline=2", "parallel.pipeline=2: this axis is not available yet; use 1"),
+        (
+            "data.global_batch_size=10",
+            "data.global_batch_size=10: must be a multiple of data.micro_batch_size=8 times 1 data ranks; "
+            "use 8 or 16",
+        ),
+        (
+            "schedule.total_tokens=100",
+            "schedule.total_tokens=100: one optimizer step takes 4096 tokens (global_batch_size * sequence_length); "
+            "use at least that",
+        ),
+        ("schedule.min_lr=1.0", "schedule.min_lr=1.0: must not exceed optim.lr=0.002; lower it"),
+        (
+            "logging.wandb=online",
+            "logging.wandb_project=null: a project is required with logging.wandb=online; name one",
+        ),
+        (
+            "logging.wandb_project=x",
+            "logging.wandb_project=x: has no effect with logging.wandb=off; use offline or online, or remove the key",
+        ),
+        (
+            "optim.decay_target=",
+            "optim.decay_target=null: model.attention.kind=vha needs to know where decay pulls Premix and Postmix; "
+            "use identity, zero (as upstream) or none",
+        ),
+    ],
+    ids=lambda value: value.split(":")[0] if ":" not in value else "",
+)
+def test_a_mistake_gives_one_line_with_key_value_rule_and_remedy(override: str, expected: str) -> None:
+    assert error_of(override) == expected
+
+
+def test_a_key_foreign_to_the_attention_kind_is_unknown() -> None:
+    overrides = ["model.attention={kind: grouped, num_attention_heads: 8, num_key_value_heads: 2, head_dim: 64}"]
+    assert error_of(*overrides) == (
+        "optim.decay_target=identity: has no effect with model.attention.kind=grouped; remove the key"
+    )
+
+
+def test_fewer_kv_heads_than_ranks_are_accepted_and_odd_ones_refused() -> None:
+    grouped = (
+        "model.attention={{kind: grouped, num_attention_heads: 12, num_key_value_heads: {}, head_dim: 64}}",
+        "optim.decay_target=",
+    )
+    assert load_recipe(QUICKSTART, [grouped[0].format(2), grouped[1], "parallel.tensor=4"]).parallel.tensor == 4
+    assert error_of(grouped[0].format(6), grouped[1], "parallel.tensor=4") == (
+        "parallel.tensor=4: must divide model.attention.num_key_value_heads=6 or be a multiple of it; use 1 or 2"
+    )
+
+
+def test_a_repeated_key_is_an_error_that_names_its_line(tmp_path: Path) -> None:
+    text = error_of_text(tmp_path, "run:\n  name: a\n  name: b\n")
+    assert 'found duplicate key "name"' in text and "line 3" in text
+
+
+def test_a_missing_key_is_named(tmp_path: Path) -> None:
+    text = QUICKSTART.read_text(encoding="utf-8").replace("  seed: 1\n", "")
+    assert error_of_text(tmp_path, text).endswith("run.seed: required key is missing; add it")
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "just words", "a: [", "\x00", "run: 3"])
+def test_text_that_is_no_recipe_is_refused(tmp_path: Path, text: str) -> None:
+    assert "\n" not in error_of_text(tmp_path, text)
+
+
+@pytest.mark.parametrize("override", ["optim.lr", "=3", ".lr=3", "run.name.x=3"])
+def test_an_override_must_be_a_dotted_key_and_a_value(override: str) -> None:
+    assert "override" in error_of(override)
+
+
+class TestTrainCommand:
+    def run(self, tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(ROOT / "tools/train.py"), str(QUICKSTART), *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    def test_a_mistake_exits_2_with_one_line_and_writes_nothing(self, tmp_path: Path) -> None:
+        result = self.run(tmp_path, "optim.lrr=3")
+        assert result.returncode == 2
+        assert result.stderr == f"error: {QUICKSTART}: optim.lrr: unknown key; did you mean lr?\n"
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_missing_dataset_exits_2_before_anything_is_written(self, tmp_path: Path) -> None:
+        result = self.run(tmp_path, "parallel.tensor=1")
+        assert result.returncode == 2 and "Traceback" not in result.stderr
+        assert list(tmp_path.iterdir()) == []
+
+    def test_print_config_is_a_recipe_again(self, tmp_path: Path) -> None:
+        copy = tmp_path / "printed.yaml"
+        copy.write_text(self.run(tmp_path, "--print-config", "optim.lr=3e-4").stdout, encoding="utf-8")
+        assert load_recipe(copy) == load_recipe(QUICKSTART, ["optim.lr=3e-4"])
+
+    def test_dry_run_says_what_would_run(self, tmp_path: Path) -> None:
+        result = self.run(tmp_path, "--dry-run", "--json")
+        figures = json.loads(result.stdout)
+        assert result.returncode == 0 and list(tmp_path.iterdir()) == []
+        assert figures["schedule"]["steps"] == load_recipe(QUICKSTART).num_steps

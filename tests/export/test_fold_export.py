@@ -1,0 +1,281 @@
+"""An exported directory against its checkpoint: transformers runs the one, the numpy oracle the other."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tracemalloc
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from tests.checkpoints import (
+    SMALL_GROUPED,
+    SMALL_VHA,
+    Exported,
+    oracle_spec,
+    small_recipe,
+    small_tokenizer,
+    trained_weights,
+    write_checkpoint,
+)
+from tests.oracles.decoder import decoder_logits
+from tests.tolerances import FLOAT32, assert_close
+from vha_paddle.checkpoint import layout
+from vha_paddle.config import Recipe
+from vha_paddle.errors import UserError
+from vha_paddle.export.fold_export import describe_report, export_checkpoint
+from vha_paddle.tensor_file import read_tensors
+
+CASES = {
+    "tied, 2 groups": (SMALL_VHA, True),
+    "untied, 3 groups": (SMALL_VHA | {"num_key_value_heads": 3}, False),
+    "1 group": (SMALL_VHA | {"num_attention_heads": 3, "num_key_value_heads": 1}, True),
+    "1 physical head": (SMALL_VHA | {"num_attention_heads": 4, "num_key_value_heads": 4}, False),
+    "full rank": (SMALL_VHA | {"postmix_rank": 6}, True),
+    "plain": (SMALL_GROUPED, True),
+}
+TOKENS_BS = np.random.default_rng(1).integers(0, 330, (2, 11))
+
+
+def load(directory: Path) -> Any:
+    """transformers' own model, after refusing every warning and every key that does not fit."""
+    records: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model, info = AutoModelForCausalLM.from_pretrained(
+                directory, output_loading_info=True, torch_dtype="auto", attn_implementation="eager"
+            )
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    assert records == []
+    assert {key: list(value) for key, value in info.items() if value} == {}
+    return model
+
+
+def their_logits(directory: Path) -> np.ndarray:
+    with torch.no_grad():
+        return load(directory)(torch.tensor(TOKENS_BS)).logits.double().numpy()
+
+
+def our_logits(weights: Mapping[str, np.ndarray], recipe: Recipe) -> np.ndarray:
+    in_float64 = {name: array.astype(np.float64) for name, array in weights.items()}
+    return decoder_logits(in_float64, TOKENS_BS, oracle_spec(recipe))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_transformers_gives_the_logits_of_the_unfolded_model(case: str, tmp_path: Path) -> None:
+    attention, tied = CASES[case]
+    recipe = small_recipe(attention, tie_word_embeddings=tied)
+    weights = trained_weights(recipe)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", recipe, weights, small_tokenizer())
+    export_checkpoint(checkpoint, tmp_path / "out", "float32", plain=attention["kind"] == "grouped")
+    assert_close(their_logits(tmp_path / "out"), our_logits(weights, recipe), FLOAT32, case)
+
+
+def test_shards_hold_the_same_model(exported: Exported, tmp_path: Path) -> None:
+    export_checkpoint(exported.checkpoint, tmp_path / "out", "float32", max_shard_bytes=20_000)
+    names = sorted(path.name for path in (tmp_path / "out").glob("model-*.safetensors"))
+    assert len(names) > 2 and names[0] == f"model-00001-of-{len(names):05d}.safetensors"
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    np.testing.assert_array_equal(their_logits(tmp_path / "out"), their_logits(exported.directory))
+
+
+def test_one_directory_holds_model_tokenizer_and_generation_settings(exported: Exported) -> None:
+    model = load(exported.directory)
+    tokenizer = AutoTokenizer.from_pretrained(exported.directory)
+    inputs = tokenizer("The quick brown", return_tensors="pt")
+    output = model.generate(**inputs, max_new_tokens=4)
+    assert output.shape[1] <= inputs["input_ids"].shape[1] + 4
+    settings = GenerationConfig.from_pretrained(exported.directory)
+    assert (settings.eos_token_id, settings.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "numpy_dtype", "torch_dtype"),
+    [("bfloat16", ml_dtypes.bfloat16, torch.bfloat16), ("float16", np.float16, torch.float16)],
+)
+def test_low_precision_is_the_float64_fold_rounded_once(
+    exported: Exported, tmp_path: Path, dtype: Any, numpy_dtype: Any, torch_dtype: torch.dtype
+) -> None:
+    export_checkpoint(exported.checkpoint, tmp_path / "out", dtype)
+    attention = exported.recipe.model.attention
+    heads, groups, width = attention.num_attention_heads, attention.num_key_value_heads, attention.head_dim
+    prefix = "model.layers.1.self_attn."
+    layer = {
+        name.removeprefix(prefix): array.astype(np.float64)
+        for name, array in exported.weights.items()
+        if name.startswith(prefix)
+    }
+    query = np.hstack(
+        [
+            layer["q_proj.weight"][:, head * width : (head + 1) * width] @ layer["premix"][group]
+            for group in range(groups)
+            for head in range(heads // groups)
+        ]
+    )
+    mix = np.kron((np.eye(heads) + layer["postmix_b"] @ layer["postmix_a"].T).T, np.eye(width))
+    expected = {
+        f"{prefix}q_proj.weight": query.T,
+        f"{prefix}o_proj.weight": (mix @ layer["o_proj.weight"]).T,
+        f"{prefix}k_proj.weight": layer["k_proj.weight"].T,
+        f"{prefix}q_norm.weight": layer["q_norm.weight"],
+    }
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch_dtype}  # noqa: SIM118
+        for name, array in expected.items():
+            np.testing.assert_allclose(
+                file.get_tensor(name).double().numpy(),
+                array.astype(numpy_dtype).astype(np.float64),
+                rtol=1e-12,  # two float64 sums may round to neighbours only where they straddle a midpoint
+                err_msg=name,
+            )
+    assert load(tmp_path / "out").dtype == torch_dtype
+
+
+def test_weights_beyond_float16_are_refused(tmp_path: Path) -> None:
+    recipe = small_recipe(SMALL_VHA)
+    weights = trained_weights(recipe)
+    weights["model.norm.weight"][3] = 7e4
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", recipe, weights, small_tokenizer())
+    with pytest.raises(UserError, match=r"model\.norm\.weight exceeds the range of float16; choose bfloat16"):
+        export_checkpoint(checkpoint, tmp_path / "out", "float16")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+@pytest.mark.parametrize(("value", "fault"), [(np.nan, "not finite"), (7e4, "exceeds the range of float16")])
+def test_plain_weights_are_checked_like_folded_ones(tmp_path: Path, value: float, fault: str) -> None:
+    recipe = small_recipe(SMALL_GROUPED)
+    weights = trained_weights(recipe)
+    weights["model.norm.weight"][3] = value
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", recipe, weights, small_tokenizer())
+    with pytest.raises(UserError, match=rf"model\.norm\.weight.*{fault}"):
+        export_checkpoint(checkpoint, tmp_path / "out", "float16", plain=True)
+
+
+def test_the_newest_checkpoint_of_a_run_is_taken(exported: Exported, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(exported.checkpoint, run / "checkpoints" / "step-00000007")
+    write_checkpoint(
+        run / "checkpoints" / "step-00000009", exported.recipe, exported.weights, small_tokenizer()
+    )
+    assert export_checkpoint(run, tmp_path / "out", "float32")["source"]["checkpoint"] == "step-00000009"
+
+
+def test_the_same_checkpoint_gives_the_same_bytes(exported: Exported, tmp_path: Path) -> None:
+    export_checkpoint(exported.checkpoint, tmp_path / "out", "float32")
+    first = {path.name: path.read_bytes() for path in exported.directory.iterdir()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == first
+
+
+def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> None:
+    recipe = small_recipe(SMALL_VHA, num_hidden_layers=60, intermediate_size=400)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", recipe, trained_weights(recipe), small_tokenizer())
+    export_checkpoint(checkpoint, tmp_path / "warm", "float32")
+    tracemalloc.start()
+    report = export_checkpoint(checkpoint, tmp_path / "out", "float32")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < report["bytes"] / 4, f"{peak:,} bytes for a model of {report['bytes']:,}"
+
+
+def test_a_grouped_checkpoint_is_not_folded(tmp_path: Path) -> None:
+    recipe = small_recipe(SMALL_GROUPED)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", recipe, trained_weights(recipe), small_tokenizer())
+    with pytest.raises(UserError, match=r"model\.attention\.kind=grouped is plain already.*add --plain"):
+        export_checkpoint(checkpoint, tmp_path / "out", "float32")
+
+
+def test_a_vha_checkpoint_is_not_exported_unfolded(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.attention\.kind=vha holds Premix and Postmix.*drop --plain"):
+        export_checkpoint(checkpoint, tmp_path / "out", "float32", plain=True)
+
+
+def test_an_export_is_not_folded_again(exported: Exported, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is an export, folded already"):
+        export_checkpoint(exported.directory, tmp_path / "again", "float32")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.layers.1.self_attn.premix": None}, r"missing model\.layers\.1\.self_attn\.premix"),
+        ({"model.extra.weight": np.zeros(3, np.float32)}, r"unexpected model\.extra\.weight"),
+        (
+            {"model.norm.weight": np.zeros(3, np.float32)},
+            r"model\.norm\.weight has shape \[3\].*needs \[20\]",
+        ),
+    ],
+    ids=["missing", "unexpected", "wrong shape"],
+)
+def test_tensors_that_are_not_the_models_are_refused(
+    tmp_path: Path, change: dict[str, np.ndarray | None], message: str
+) -> None:
+    recipe = small_recipe(SMALL_VHA)
+    weights = {name: array for name, array in (trained_weights(recipe) | change).items() if array is not None}
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", recipe, weights, small_tokenizer())
+    with pytest.raises(UserError, match=message):
+        export_checkpoint(checkpoint, tmp_path / "out", "float32")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_checkpoint_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    with open(checkpoint / layout.MODEL_FILE, "rb+") as file:
+        file.seek(-1, 2)
+        byte = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(UserError, match=r"model\.safetensors: differs from the manifest"):
+        export_checkpoint(checkpoint, tmp_path / "out", "float32")
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
+    recipe = small_recipe(SMALL_VHA, vocab_size=310)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", recipe, trained_weights(recipe), small_tokenizer())
+    with pytest.raises(UserError, match=r"320 ids, more than model\.vocab_size=310"):
+        export_checkpoint(checkpoint, tmp_path / "out", "float32")
+
+
+def test_an_output_inside_the_checkpoint_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(UserError, match="lies inside the checkpoint"):
+        export_checkpoint(checkpoint, checkpoint / "out", "float32")
+
+
+def test_the_report_says_where_the_model_came_from(exported: Exported) -> None:
+    report = exported.report
+    assert report["source"] == {
+        "run": "small",
+        "checkpoint": "step-00000007",
+        "step": 7,
+        "tokens": 1792,
+        "samples": 56,
+        "seed": 3,
+        "vha_paddle": "0.0.9",
+        "model_sha256": layout.sha256_of(exported.checkpoint / layout.MODEL_FILE),
+        "attention": "vha",
+        "parameters": sum(array.size for array in exported.weights.values()),
+    }
+    tensors = read_tensors(exported.directory / "model.safetensors")
+    assert report["tensors"] == len(tensors.entries)
+    assert report["parameters"] * 4 == report["bytes"] == sum(e.num_bytes for e in tensors.entries.values())
+    assert report["folded"]["model.layers.0.self_attn.o_proj.weight"] == [
+        f"model.layers.0.self_attn.{name}" for name in ("o_proj.weight", "postmix_a", "postmix_b")
+    ]
+    for name, entry in report["files"].items():
+        assert layout.sha256_of(exported.directory / name) == entry["sha256"]
+    on_disk = {path.name for path in exported.directory.iterdir()}
+    assert on_disk == set(report["files"]) | {"README.md", "fold_report.json"}
+    assert "logits not compared" in describe_report(report, exported.directory)

@@ -1,0 +1,116 @@
+"""The decoder against the numpy oracle: loss, logits, every gradient, weights after clipped AdamW steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import paddle
+import pytest
+
+from tests.cases import CASES, MICRO_BATCH, Case, batches, starting_weights
+from tests.oracles.decoder import decoder_loss_and_gradients
+from tests.oracles.optimizer import AdamWSpec, adamw_update, clip_by_global_norm, initial_state
+from tests.tolerances import FLOAT32, FLOAT64, assert_close
+from vha_paddle.checkpoint.load import device_tensor
+from vha_paddle.counts import parameters as count_parameters
+from vha_paddle.model.decoder import Decoder, build_decoder
+from vha_paddle.parallel.mesh import Mesh
+from vha_paddle.train.optimizer import Optimizer
+from vha_paddle.train.step import accumulate_gradients, train_step
+
+TOLERANCE = {"float32": FLOAT32, "float64": FLOAT64}
+
+
+def loaded_decoder(case: Case, dtype: str) -> Decoder:
+    model = build_decoder(case.recipe(1).model, Mesh(), seed=0, dtype=dtype)
+    weights = starting_weights(case)
+    parameters = model.named_tensors()
+    assert set(weights) == set(parameters)
+    for name, parameter in parameters.items():
+        parameter.set_value(device_tensor(weights[name], parameter.dtype))
+    return model
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+class TestAgainstTheOracle:
+    def test_logits(self, case: Case, dtype: str) -> None:
+        tokens_BS, labels_BS = next(batches(case))
+        _, logits_BSV, _ = decoder_loss_and_gradients(starting_weights(case), tokens_BS, labels_BS, case.spec)
+        with paddle.no_grad():
+            actual = loaded_decoder(case, dtype)(paddle.to_tensor(tokens_BS)).numpy()
+        assert_close(actual, logits_BSV, TOLERANCE[dtype], "logits")
+
+    def test_loss_and_every_gradient_accumulated_over_microbatches(self, case: Case, dtype: str) -> None:
+        tokens_BS, labels_BS = next(batches(case))
+        loss, _, gradients = decoder_loss_and_gradients(starting_weights(case), tokens_BS, labels_BS, case.spec)
+        model = loaded_decoder(case, dtype)
+        actual = accumulate_gradients(model, tokens_BS, labels_BS, MICRO_BATCH)
+        assert_close(np.array(actual), np.array(loss), TOLERANCE[dtype], "loss")
+        for name, parameter in model.named_tensors().items():
+            assert np.abs(gradients[name]).max() > 0, f"{name} has no gradient, so it proves nothing"
+            assert_close(parameter.grad.numpy(), gradients[name], TOLERANCE[dtype], name)
+
+    def test_weights_after_clipped_adamw_steps(self, case: Case, dtype: str) -> None:
+        recipe = case.recipe(1)
+        model = loaded_decoder(case, dtype)
+        optimizer = Optimizer(model.parameters(), recipe)
+        for tokens_BS, labels_BS in batches(case):
+            rate, max_norm = recipe.optim.lr, recipe.optim.max_grad_norm
+            train_step(model, optimizer, tokens_BS, labels_BS, MICRO_BATCH, rate, max_norm, Mesh())
+        expected = oracle_training(case)
+        for name, parameter in model.named_tensors().items():
+            assert_close(parameter.numpy(), expected[name], TOLERANCE[dtype], name)
+
+
+def oracle_training(case: Case) -> dict[str, np.ndarray]:
+    """The run of the test above in numpy, with the decay that the recipe's `decay_target` asks for."""
+    optim = case.recipe(1).optim
+    weights = starting_weights(case)
+    states = {name: initial_state(weight) for name, weight in weights.items()}
+    for tokens_BS, labels_BS in batches(case):
+        _, _, gradients = decoder_loss_and_gradients(weights, tokens_BS, labels_BS, case.spec)
+        gradients, norm = clip_by_global_norm(gradients, optim.max_grad_norm)
+        assert norm > optim.max_grad_norm, "clipping must be active"
+        for name, weight in weights.items():
+            decays, origin = True, np.zeros_like(weight)
+            if weight.ndim == 1:
+                decays = False
+            elif name.endswith(("premix", "postmix_a", "postmix_b")):
+                decays = case.decay_target != "none"
+                if name.endswith("premix") and case.decay_target == "identity":
+                    origin = np.broadcast_to(np.eye(weight.shape[-1]), weight.shape)
+            spec = AdamWSpec(learning_rate=optim.lr, weight_decay=optim.weight_decay if decays else 0.0)
+            moved, states[name] = adamw_update(weight - origin, gradients[name], states[name], spec)
+            weights[name] = moved + origin
+    return weights
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_parameter_count_is_the_calculators(case: Case) -> None:
+    model_config = case.recipe(1).model
+    built = build_decoder(model_config, Mesh(), seed=0)
+    assert sum(parameter.size for parameter in built.parameters()) == count_parameters(model_config).total
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_later_token_leaves_earlier_logits_bit_equal(case: Case) -> None:
+    model = loaded_decoder(case, "float32")
+    tokens_BS, _ = next(batches(case))
+    changed = tokens_BS.copy()
+    changed[:, -2:] = (changed[:, -2:] + 1) % case.recipe(1).model.vocab_size
+    with paddle.no_grad():
+        before, after = (model(paddle.to_tensor(tokens)).numpy() for tokens in (tokens_BS, changed))
+    assert np.array_equal(before[:, :-2], after[:, :-2])
+    assert not np.array_equal(before[:, -2:], after[:, -2:])
+
+
+def test_initial_values_depend_on_seed_and_name_only() -> None:
+    case = CASES[0]
+    first, again, other = (
+        build_decoder(case.recipe(1).model, Mesh(), seed=seed).named_tensors() for seed in (3, 3, 4)
+    )
+    for name, parameter in first.items():
+        assert np.array_equal(parameter.numpy(), again[name].numpy()), name
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not np.array_equal(first[name].numpy(), other[name].numpy())
+    assert not np.array_equal(first[name].numpy(), first[name.replace("layers.0", "layers.1")].numpy())

@@ -1,0 +1,254 @@
+"""Decoding with a cache against the whole forward pass, and against transformers on the same exported files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.checkpoints import (
+    SMALL_GROUPED,
+    SMALL_VHA,
+    oracle_spec,
+    small_recipe,
+    small_tokenizer,
+    trained_weights,
+    write_checkpoint,
+)
+from tests.oracles.decoder import decoder_logits
+from tests.tolerances import FLOAT32, assert_close
+from vha_paddle.config import Recipe
+from vha_paddle.data.tokenizer import Tokenizer
+from vha_paddle.errors import UserError
+from vha_paddle.evaluate import load_model
+from vha_paddle.export.fold_export import export_checkpoint
+from vha_paddle.generate import CachedDecoder, ExportedModel, TextStream, generate
+from vha_paddle.sampling import Sampling
+
+PROMPT = "The lazy dog"
+NUM_NEW = 24
+NO_END = -1  # an id that never comes
+
+
+@dataclass(frozen=True)
+class Case:
+    """A grouped model and its exported directory."""
+
+    recipe: Recipe
+    weights: dict[str, np.ndarray]
+    directory: Path
+
+
+def export_grouped(folder: Path, num_kv_heads: int, tied: bool) -> Case:
+    # Far from the embedding's scale, or a tied head would repeat the last token for ever.
+    attention = SMALL_GROUPED | {"num_key_value_heads": num_kv_heads}
+    recipe = small_recipe(attention, tie_word_embeddings=tied)
+    weights = trained_weights(recipe, seed=1)
+    weights["model.embed_tokens.weight"] *= np.float32(0.2)
+    checkpoint = write_checkpoint(folder / "checkpoint", recipe, weights, small_tokenizer())
+    export_checkpoint(checkpoint, folder / "out", "float32", plain=True)
+    return Case(recipe, weights, folder / "out")
+
+
+@pytest.fixture(
+    scope="module", params=[(6, False), (2, True), (1, False)], ids=["MHA", "GQA, tied", "MQA"]
+)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return export_grouped(tmp_path_factory.mktemp("grouped"), *request.param)
+
+
+@pytest.fixture(scope="module")
+def gqa(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return export_grouped(tmp_path_factory.mktemp("gqa"), 2, False)
+
+
+@pytest.fixture(scope="module")
+def exported(gqa: Case) -> ExportedModel:
+    return ExportedModel.load(gqa.directory)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(small_tokenizer())
+
+
+def continued(
+    model: ExportedModel, sampling: Sampling, num_new: int = NUM_NEW, end_id: int = NO_END
+) -> list[int]:
+    prompt = model.encode(PROMPT)
+    return list(generate(model.decoder(len(prompt), num_new), prompt, num_new, sampling, end_id))
+
+
+def logits_by_steps(case: Case, tokens_BS: np.ndarray, num_prompt: int) -> np.ndarray:
+    """Logits from the prompt's last position on, read one token at a time after the prompt."""
+    batch, length = tokens_BS.shape
+    decoder = CachedDecoder(load_model(case.directory), batch, capacity=length)
+    steps = [decoder.read(tokens_BS[:, :num_prompt])]
+    steps += [decoder.read(tokens_BS[:, at : at + 1]) for at in range(num_prompt, length)]
+    return np.stack(steps, axis=1)
+
+
+def random_tokens(case: Case, batch: int, length: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, case.recipe.model.vocab_size, (batch, length))
+
+
+@pytest.mark.parametrize("num_prompt", [1, 5])
+def test_cached_logits_of_every_step_equal_the_full_forward(case: Case, num_prompt: int) -> None:
+    tokens_BS = random_tokens(case, batch=2, length=17)
+    full_BSV = load_model(case.directory)(_tensor(tokens_BS)).numpy()
+    steps_BSV = logits_by_steps(case, tokens_BS, num_prompt)
+    for step in range(steps_BSV.shape[1]):
+        assert_close(steps_BSV[:, step], full_BSV[:, num_prompt - 1 + step], FLOAT32, f"step {step}")
+
+
+def test_cached_logits_equal_the_oracle(case: Case) -> None:
+    tokens_BS = random_tokens(case, batch=2, length=9)
+    weights = {name: array.astype(np.float64) for name, array in case.weights.items()}
+    expected = decoder_logits(weights, tokens_BS, oracle_spec(case.recipe))
+    assert_close(logits_by_steps(case, tokens_BS, 4), expected[:, 3:], FLOAT32, "logits")
+
+
+def test_greedy_tokens_equal_those_of_transformers(case: Case) -> None:
+    model = ExportedModel.load(case.directory)
+    ours = continued(model, Sampling(), end_id=model.end_id)
+    hf = AutoModelForCausalLM.from_pretrained(case.directory)
+    prompt = torch.tensor([model.encode(PROMPT)])
+    theirs = hf.generate(prompt, do_sample=False, max_new_tokens=NUM_NEW)[0, prompt.shape[1] :].tolist()
+    assert len(set(ours)) > 2, "repeats itself: compares too little"
+    assert ours == theirs
+
+
+def test_the_cache_holds_the_kv_heads_and_no_more(case: Case) -> None:
+    num_kv, head_dim = (case.recipe.model.attention.num_key_value_heads, case.recipe.model.attention.head_dim)
+    decoder = CachedDecoder(load_model(case.directory), batch=3, capacity=11)
+    assert decoder.cache_figures() == {
+        "num_key_value_heads": num_kv,
+        "dtype": "float32",
+        "bytes_per_token_per_layer": 2 * num_kv * head_dim * 4,
+    }
+
+
+def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(exported: ExportedModel) -> None:
+    first, again, other = (continued(exported, Sampling(temperature=1.0, seed=seed)) for seed in (5, 5, 6))
+    assert first == again
+    assert first != other
+
+
+def test_top_k_of_1_is_greedy_at_any_temperature(exported: ExportedModel) -> None:
+    assert continued(exported, Sampling(temperature=9.0, top_k=1)) == continued(exported, Sampling())
+
+
+def test_nothing_follows_the_end_token(exported: ExportedModel) -> None:
+    tokens = continued(exported, Sampling(temperature=1.0))
+    end_id = tokens[NUM_NEW // 2]
+    stopped = continued(exported, Sampling(temperature=1.0), end_id=end_id)
+    assert stopped == tokens[: tokens.index(end_id) + 1]
+
+
+def test_an_empty_prompt_starts_after_the_begin_token_of_the_configuration(
+    gqa: Case, exported: ExportedModel
+) -> None:
+    config = json.loads((gqa.directory / "config.json").read_text())
+    assert exported.encode("") == [config["bos_token_id"]]
+
+
+def test_a_text_up_to_the_last_position_is_written_and_one_token_more_refused(exported: ExportedModel) -> None:
+    prompt = exported.encode(PROMPT)
+    room = exported.max_positions - len(prompt)
+    assert len(continued(exported, Sampling(), num_new=room)) == room
+    with pytest.raises(UserError, match=f"max_new_tokens={room + 1} .*max_position_embeddings=64"):
+        exported.decoder(len(prompt), room + 1)
+
+
+def test_no_new_tokens_are_refused(exported: ExportedModel) -> None:
+    with pytest.raises(UserError, match="max_new_tokens=0: must be at least 1"):
+        exported.decoder(3, 0)
+
+
+def test_a_prompt_that_is_no_text_is_refused(exported: ExportedModel) -> None:
+    with pytest.raises(UserError, match="not valid UTF-8"):
+        exported.encode("half a character: \udce2")
+
+
+def test_a_model_with_virtual_heads_is_sent_to_the_export(tmp_path: Path) -> None:
+    recipe = small_recipe(SMALL_VHA)
+    path = write_checkpoint(tmp_path / "vha", recipe, trained_weights(recipe), small_tokenizer())
+    with pytest.raises(UserError, match="export .*tools/fold_export.py"):
+        CachedDecoder(load_model(path), batch=1, capacity=8)
+    with pytest.raises(UserError, match="export .*tools/fold_export.py"):
+        ExportedModel.load(path)
+
+
+def _no_tokenizer(directory: Path) -> str:
+    (directory / "tokenizer.model").unlink()
+    return "tokenizer .*tokenizer.model cannot be read"
+
+
+def _larger_tokenizer(directory: Path) -> str:
+    (directory / "tokenizer.model").write_bytes(small_tokenizer(331))
+    return "tokenizer.model: 331 ids, more than the model's vocab_size=330"
+
+
+def _no_begin_token(directory: Path) -> str:
+    return _edit_config(directory, "bos_token_id", None)
+
+
+def _end_token_beyond_the_vocabulary(directory: Path) -> str:
+    return _edit_config(directory, "eos_token_id", 330)
+
+
+def _edit_config(directory: Path, key: str, value: Any) -> str:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    return f"config.json: {key}={value}: must be an id"
+
+
+@pytest.mark.parametrize(
+    "damage", [_no_tokenizer, _larger_tokenizer, _no_begin_token, _end_token_beyond_the_vocabulary]
+)
+def test_a_directory_whose_files_do_not_fit_is_refused(damage: Any, gqa: Case, tmp_path: Path) -> None:
+    directory = shutil.copytree(gqa.directory, tmp_path / "damaged")
+    message = damage(directory)
+    with pytest.raises(UserError, match=message):
+        ExportedModel.load(directory)
+
+
+def test_text_comes_in_whole_characters(tokenizer: Tokenizer) -> None:
+    text = "dog ▁ é 漢字 😀😀 fox\n\ufffd!"
+    ids = tokenizer.encode(text)
+    assert len(ids) > len(text), "no character is spelled in bytes"
+    stream = TextStream(tokenizer)
+    pieces = [stream.push(token) for token in ids] + [stream.finish()]
+    assert "".join(pieces) == text
+    assert [piece for piece in pieces if "\ufffd" in piece] == ["\ufffd!"]
+
+
+def test_streamed_text_of_any_tokens_is_their_decoded_text(tokenizer: Tokenizer) -> None:
+    generator = np.random.default_rng(0)
+    bytes_only = [tokenizer.encode(chr(0x1F600 + i))[j] for i in range(40) for j in range(4)]
+    for _ in range(300):
+        ids = np.where(
+            generator.random(12) < 0.8, generator.choice(bytes_only, 12), generator.integers(1, 320, 12)
+        )
+        stream = TextStream(tokenizer)
+        pieces = [stream.push(int(token)) for token in ids]
+        assert "".join(pieces) + stream.finish() == tokenizer.decode(ids)
+
+
+def test_ids_beyond_the_tokenizer_have_no_text(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer)
+    (first, *rest) = tokenizer.encode("é")
+    assert stream.push(first) + stream.push(tokenizer.vocab_size) + "".join(map(stream.push, rest)) == "é"
+
+
+def _tensor(tokens_BS: np.ndarray) -> Any:
+    import paddle
+
+    return paddle.to_tensor(tokens_BS)

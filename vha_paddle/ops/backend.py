@@ -1,0 +1,140 @@
+"""Where an operation runs: the one place that tells GPU from CPU, and the three tools the CPU forms are made of.
+
+On a CPU Paddle computes most elementwise kernels on one thread and one pass at a time, so a chain of them is
+bound by memory. The CPU forms in this folder therefore view the tensors as numpy arrays (`host_view`), give
+each thread its own rows (`for_each_share`) and run the whole chain over a block that fits the cache
+(`row_blocks`). numpy and Paddle both release the interpreter lock inside a kernel, so the threads overlap.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import paddle
+from paddle import Tensor
+
+_TYPE_STRING = {
+    paddle.float32: "<f4",
+    paddle.float64: "<f8",
+    paddle.int32: "<i4",
+    paddle.int64: "<i8",
+}
+_BLOCK_BYTES = 1 << 19  # half a core's second-level cache: a block and its scratch stay there between passes
+_MALLOPT_TRIM_THRESHOLD, _MALLOPT_MMAP_MAX = -1, -4  # from glibc's malloc.h
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether the operation on `x` takes its GPU branch."""
+    return x.place.is_gpu_place()
+
+
+class _HostMemory:
+    """numpy's array interface over a tensor's memory; the array's `base` is this, so the tensor stays alive."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": _TYPE_STRING[tensor.dtype],
+            "shape": tuple(tensor.shape),
+            "data": (tensor.data_ptr(), False),
+        }
+
+
+def host_view(x: Tensor) -> np.ndarray:
+    """A writable numpy array over the memory of a contiguous CPU tensor (`Tensor.numpy()` copies).
+
+    Autograd does not see what is written through it: write only to tensors the caller has just made.
+    """
+    if not x.is_contiguous():
+        raise ValueError("host_view needs a contiguous tensor")
+    return np.asarray(_HostMemory(x))
+
+
+@functools.cache
+def _openmp() -> ctypes.CDLL | None:
+    """The OpenMP runtime that Paddle's GEMM uses, or None in a build without it."""
+    path = os.path.join(os.path.dirname(paddle.__file__), "libs", "libiomp5.so")
+    return ctypes.CDLL(path) if os.path.exists(path) else None
+
+
+@functools.cache
+def _pool(num_workers: int) -> ThreadPoolExecutor:
+    """The threads beside the calling one. Each runs single-threaded kernels, so that shares do not oversubscribe."""
+    return ThreadPoolExecutor(num_workers, "ops", initializer=lambda: _openmp().omp_set_num_threads(1))
+
+
+# A forked child has none of its parent's threads; it makes its own pool when it first needs one.
+os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
+def num_threads() -> int:
+    """The threads of an operation: as many as Paddle's GEMM uses when called from here."""
+    openmp = _openmp()
+    return openmp.omp_get_max_threads() if openmp else 1
+
+
+def for_each_share(count: int, work: Callable[[int, int], None]) -> None:
+    """Split `range(count)` evenly over the threads and call `work(start, stop)` once on each, without autograd.
+
+    Kernels that `work` calls run on one thread. An exception of any share is raised here, after all have ended.
+    """
+    threads = min(num_threads(), count)
+    if threads <= 1:
+        work(0, count)
+        return
+    bounds = [count * i // threads for i in range(threads + 1)]
+    shares = list(zip(bounds[:-1], bounds[1:], strict=True))
+    openmp = _openmp()
+    before = num_threads()
+    pool = _pool(before - 1)
+    openmp.omp_set_num_threads(1)
+    try:
+        futures = [pool.submit(_without_grad, work, *share) for share in shares[1:]]
+        try:
+            work(*shares[0])
+        finally:
+            errors = [future.exception() for future in futures]
+    finally:
+        openmp.omp_set_num_threads(before)
+    for error in errors:
+        if error is not None:
+            raise error
+
+
+def _without_grad(work: Callable[[int, int], None], start: int, stop: int) -> None:
+    """Paddle keeps the autograd switch per thread, and a new thread starts with it on."""
+    with paddle.no_grad():
+        work(start, stop)
+
+
+def row_blocks(start: int, stop: int, row: np.ndarray) -> Iterator[slice]:
+    """Cut rows `start:stop` into slices of about half a megabyte; `row` is one of them."""
+    step = max(1, _BLOCK_BYTES // row.nbytes)
+    for first in range(start, stop, step):
+        yield slice(first, min(first + step, stop))
+
+
+def prepare_cpu_process() -> None:
+    """Settings of the whole process that make a CPU training step faster; a program calls it once, at its start.
+
+    * Freed memory stays with the process. By default glibc returns every large buffer to the kernel, and the
+      page faults of getting it back cost several times the elementwise kernel that fills it. The price is that
+      the process keeps its peak memory until it ends.
+    * OpenMP workers sleep as soon as their region ends instead of spinning, which would take the cores from the
+      threads of `for_each_share`.
+
+    Does nothing where the C library or the OpenMP runtime is another one.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_MALLOPT_MMAP_MAX, 0)
+        libc.mallopt(_MALLOPT_TRIM_THRESHOLD, -1)
+    openmp = _openmp()
+    if openmp is not None:
+        openmp.kmp_set_blocktime(0)
