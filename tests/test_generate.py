@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import paddle
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -32,6 +35,7 @@ from vha_paddle.export.fold_export import export_checkpoint
 from vha_paddle.generate import CachedDecoder, ExportedModel, TextStream, generate
 from vha_paddle.sampling import Sampling
 
+ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "The lazy dog"
 NUM_NEW = 24
 NO_END = -1  # an id that never comes
@@ -57,9 +61,7 @@ def export_grouped(folder: Path, num_kv_heads: int, tied: bool) -> Case:
     return Case(recipe, weights, folder / "out")
 
 
-@pytest.fixture(
-    scope="module", params=[(6, False), (2, True), (1, False)], ids=["MHA", "GQA, tied", "MQA"]
-)
+@pytest.fixture(scope="module", params=[(6, False), (2, True), (1, False)], ids=["MHA", "GQA, tied", "MQA"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return export_grouped(tmp_path_factory.mktemp("grouped"), *request.param)
 
@@ -102,7 +104,7 @@ def random_tokens(case: Case, batch: int, length: int) -> np.ndarray:
 @pytest.mark.parametrize("num_prompt", [1, 5])
 def test_cached_logits_of_every_step_equal_the_full_forward(case: Case, num_prompt: int) -> None:
     tokens_BS = random_tokens(case, batch=2, length=17)
-    full_BSV = load_model(case.directory)(_tensor(tokens_BS)).numpy()
+    full_BSV = load_model(case.directory)(paddle.to_tensor(tokens_BS)).numpy()
     steps_BSV = logits_by_steps(case, tokens_BS, num_prompt)
     for step in range(steps_BSV.shape[1]):
         assert_close(steps_BSV[:, step], full_BSV[:, num_prompt - 1 + step], FLOAT32, f"step {step}")
@@ -159,7 +161,9 @@ def test_an_empty_prompt_starts_after_the_begin_token_of_the_configuration(
     assert exported.encode("") == [config["bos_token_id"]]
 
 
-def test_a_text_up_to_the_last_position_is_written_and_one_token_more_refused(exported: ExportedModel) -> None:
+def test_a_text_up_to_the_last_position_is_written_and_one_token_more_refused(
+    exported: ExportedModel,
+) -> None:
     prompt = exported.encode(PROMPT)
     room = exported.max_positions - len(prompt)
     assert len(continued(exported, Sampling(), num_new=room)) == room
@@ -248,7 +252,51 @@ def test_ids_beyond_the_tokenizer_have_no_text(tokenizer: Tokenizer) -> None:
     assert stream.push(first) + stream.push(tokenizer.vocab_size) + "".join(map(stream.push, rest)) == "é"
 
 
-def _tensor(tokens_BS: np.ndarray) -> Any:
-    import paddle
+def run_tool(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / "generate.py"), *arguments]
+    return subprocess.run(command, cwd="/", capture_output=True, encoding="utf-8", timeout=120, check=False)
 
-    return paddle.to_tensor(tokens_BS)
+
+def test_the_tool_writes_the_prompt_and_what_follows(gqa: Case, exported: ExportedModel) -> None:
+    result = run_tool(str(gqa.directory), "--prompt", PROMPT, "--temperature", "0", "--max-new-tokens", "24")
+    assert result.returncode == 0, result.stderr
+    tokens = continued(exported, Sampling(), end_id=exported.end_id)
+    assert result.stdout == PROMPT + exported.tokenizer.decode(tokens) + "\n"
+
+
+def test_the_tool_reports_json_with_the_bytes_of_the_cache(gqa: Case, exported: ExportedModel) -> None:
+    options = {
+        "--temperature": "0.7",
+        "--top-k": "50",
+        "--top-p": "0.9",
+        "--seed": "4",
+        "--max-new-tokens": "24",
+    }
+    flat = [word for option in options.items() for word in option]
+    result = run_tool(str(gqa.directory), "--prompt", PROMPT, "--json", *flat)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    sampling = Sampling(temperature=0.7, top_k=50, top_p=0.9, seed=4)
+    tokens = continued(exported, sampling, end_id=exported.end_id)
+    assert found == {
+        "prompt": PROMPT,
+        "prompt_tokens": exported.encode(PROMPT),
+        "text": exported.tokenizer.decode(tokens),
+        "tokens": tokens,
+        "stopped": "end" if tokens[-1] == exported.end_id else "length",
+        "sampling": {"temperature": 0.7, "top_k": 50, "top_p": 0.9, "seed": 4},
+        "kv_cache": {
+            "num_key_value_heads": 2,
+            "dtype": "float32",
+            "bytes_per_token_per_layer": 2 * 2 * 8 * 4,
+        },
+    }
+
+
+def test_the_tool_ends_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    for arguments in ([str(tmp_path)], [str(tmp_path), "--temperature", "-1"]):
+        result = run_tool(*arguments)
+        assert result.returncode == 2
+        assert result.stdout == ""
+        assert result.stderr.splitlines()[-1].startswith("error: ")
+        assert "Traceback" not in result.stderr

@@ -203,9 +203,7 @@ class ExportedModel:
             UserError: it is none (a checkpoint is exported first), or its files do not fit together.
         """
         if not (directory / CONFIG_FILE).is_file():
-            raise UserError(
-                f"{directory}: not an exported model; export the checkpoint first, tools/fold_export.py"
-            )
+            raise UserError(f"{directory}: not an exported model; export it first with tools/fold_export.py")
         config = read_hf_model(directory)
         tokenizer = Tokenizer.load(directory / TOKENIZER_FILE)
         if tokenizer.vocab_size > config.vocab_size:
@@ -229,9 +227,10 @@ class ExportedModel:
             UserError: the prompt is not valid Unicode.
         """
         try:
-            return self.tokenizer.encode(prompt) or [self.begin_id]
+            prompt.encode()
         except UnicodeEncodeError:
             raise UserError("the prompt is not valid UTF-8; give text") from None
+        return self.tokenizer.encode(prompt) or [self.begin_id]
 
     def decoder(self, num_prompt_tokens: int, max_new_tokens: int) -> CachedDecoder:
         """A fresh decoder with room for a prompt and what follows it.
