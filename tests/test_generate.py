@@ -1,4 +1,4 @@
-"""Decoding with a cache against the whole forward pass, and against transformers on the same exported files."""
+"""Decoding with a cache against the whole forward pass, and against transformers on the same files."""
 
 from __future__ import annotations
 
@@ -264,26 +264,25 @@ def test_the_tool_writes_the_prompt_and_what_follows(gqa: Case, exported: Export
     assert result.stdout == PROMPT + exported.tokenizer.decode(tokens) + "\n"
 
 
-def test_the_tool_reports_json_with_the_bytes_of_the_cache(gqa: Case, exported: ExportedModel) -> None:
-    options = {
-        "--temperature": "0.7",
-        "--top-k": "50",
-        "--top-p": "0.9",
-        "--seed": "4",
-        "--max-new-tokens": "24",
-    }
-    flat = [word for option in options.items() for word in option]
-    result = run_tool(str(gqa.directory), "--prompt", PROMPT, "--json", *flat)
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
+def test_the_tool_reports_json_with_the_bytes_of_the_cache(
+    gqa: Case, exported: ExportedModel, tmp_path: Path
+) -> None:
     sampling = Sampling(temperature=0.7, top_k=50, top_p=0.9, seed=4)
-    tokens = continued(exported, sampling, end_id=exported.end_id)
-    assert found == {
+    end_id = continued(exported, sampling)[NUM_NEW // 2]
+    tokens = continued(exported, sampling, end_id=end_id)
+    directory = shutil.copytree(gqa.directory, tmp_path / "ends")
+    _edit_config(directory, "eos_token_id", end_id)
+    options = ["--temperature", "0.7", "--top-k", "50", "--top-p", "0.9", "--seed", "4"]
+    result = run_tool(
+        str(directory), "--prompt", PROMPT, "--max-new-tokens", str(NUM_NEW), *options, "--json"
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == {
         "prompt": PROMPT,
         "prompt_tokens": exported.encode(PROMPT),
         "text": exported.tokenizer.decode(tokens),
         "tokens": tokens,
-        "stopped": "end" if tokens[-1] == exported.end_id else "length",
+        "stopped": "end",
         "sampling": {"temperature": 0.7, "top_k": 50, "top_p": 0.9, "seed": 4},
         "kv_cache": {
             "num_key_value_heads": 2,

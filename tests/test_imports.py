@@ -17,11 +17,11 @@ TOOLS = sorted((ROOT / "tools").glob("*.py"))
 
 # A module may import from its own line and from the lines above it.
 ORDER = (
-    ("errors", "files", "host"),
+    ("errors", "files"),
     ("tensor_file", "config"),
     ("counts", "names"),
     ("fold",),
-    ("ops",),
+    ("ops", "host"),
     ("parallel",),
     ("attention",),
     ("model",),

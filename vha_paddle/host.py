@@ -18,14 +18,17 @@ def prepare_process() -> None:
 
 
 def set_compute_threads() -> int:
-    """Give this process its share of the cores, and return it. Call after `import paddle`.
+    """Give this process its share of the cores and settle its memory; returns the number of threads.
 
-    Paddle computes on one thread unless told otherwise; several ranks on one machine must not each take all cores.
+    Call after `import paddle`. Paddle computes on one thread unless told otherwise; several ranks on one machine must not each take all cores.
     A number of threads that the user chose through OMP_NUM_THREADS is kept.
     """
     import paddle.distributed as dist
     import threadpoolctl
 
+    from vha_paddle.ops.backend import prepare_cpu_process
+
+    prepare_cpu_process()
     chosen = os.environ.get("OMP_NUM_THREADS", "1")
     if chosen.isdigit() and int(chosen) > 1:
         return int(chosen)

@@ -27,11 +27,13 @@ PORTS = range(20_000, 32_000)  # below the kernel's ephemeral range, so no outgo
 TAIL_LINES = 60
 POLL_SECONDS = 0.02
 DUMP_SECONDS = 1.0  # for hung ranks to write where they are
-LISTEN_SECONDS = 60.0
+LISTEN_SECONDS = 20.0
 PR_SET_PDEATHSIG = 1
 
 
-def run_ranks(script_or_module: Path | str, world_size: int, args: Sequence[str], timeout: float = 300) -> None:
+def run_ranks(
+    script_or_module: Path | str, world_size: int, args: Sequence[str], timeout: float = 300
+) -> None:
     """Run a script (a path) or module (a dotted name) in `world_size` processes and wait for all of them.
 
     Whatever happens, no process of theirs is left.

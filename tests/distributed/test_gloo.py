@@ -1,4 +1,4 @@
-"""Every replacement of `vha_paddle.parallel.gloo`, on real ranks: what a world's ranks do is in gloo_worker.py."""
+"""Every replacement of `vha_paddle.parallel.gloo`, on real ranks. What they do is in gloo_*_cases.py."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import gloo_worker
+from tests.distributed import gloo_collective_cases, gloo_fleet_cases  # noqa: F401 - they fill the worlds
+from tests.distributed.gloo_worlds import WORLDS
 from tests.distributed.launch import run_ranks
 
-CASES = [(world, case) for world, ranks in gloo_worker.WORLDS.items() for case in ranks.cases]
+WORKER = Path(__file__).with_name("gloo_worker.py")
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Outcome:
     passed: set[str]
     """Cases that every rank passed."""
     problem: str
-    """Why the others were not."""
+    """Why the next one was not."""
 
 
 @pytest.fixture(scope="module")
@@ -30,25 +31,33 @@ def run_world(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outco
 
     def run(name: str) -> Outcome:
         if name not in outcomes:
-            problem = ""
+            size, problem = WORLDS[name].size, ""
             try:
-                run_ranks(Path(gloo_worker.__file__), gloo_worker.WORLDS[name].size, [name, str(directory)], timeout=90)
+                run_ranks(WORKER, size, [name, str(directory)], timeout=90)
             except AssertionError as error:
                 problem = str(error)
-            notes = [set(path.read_text().split()) for path in directory.glob(f"{name}.*")]
-            passed = set.intersection(*notes) if len(notes) == gloo_worker.WORLDS[name].size else set()
+            notes = [directory / f"{name}.{rank}" for rank in range(size)]
+            passed = set.intersection(
+                *(set(note.read_text().split()) if note.exists() else set() for note in notes)
+            )
             outcomes[name] = Outcome(passed, problem)
         return outcomes[name]
 
     return run
 
 
-@pytest.mark.parametrize(("world", "case"), CASES, ids=lambda name: name)
-def test_ranks(run_world: Callable[[str], Outcome], world: str, case: str) -> None:
+@pytest.mark.parametrize(
+    ("world", "case"), [(world, case) for world, ranks in WORLDS.items() for case in ranks.cases]
+)
+def test_ranks_pass(run_world: Callable[[str], Outcome], world: str, case: str) -> None:
     outcome = run_world(world)
-    assert case in outcome.passed, f"{case} failed, or a case before it did:\n{outcome.problem}"
+    if case not in outcome.passed:
+        first = next(name for name in WORLDS[world].cases if name not in outcome.passed)
+        pytest.fail(
+            outcome.problem if case == first else f"not reached: {first} failed before", pytrace=False
+        )
 
 
-@pytest.mark.parametrize("world", gloo_worker.WORLDS)
+@pytest.mark.parametrize("world", WORLDS)
 def test_ranks_end_without_error(run_world: Callable[[str], Outcome], world: str) -> None:
     assert not run_world(world).problem

@@ -20,7 +20,7 @@ from paddle import Tensor
 from paddle.autograd import PyLayer
 from paddle.nn import functional as F
 
-from vha_paddle.ops.backend import for_each_share, host_view, on_gpu
+from vha_paddle.ops.backend import for_each_share, gradients_wanted, host_view, on_gpu, only_wanted
 
 _BLOCK_ROWS = 256  # rows of one product: queries of a block times G
 _MASKED = -1e30  # finite, so that a masked score minus the row's maximum is never inf - inf
@@ -75,6 +75,7 @@ class _Heads:
 class _CausalAttention(PyLayer):
     @staticmethod
     def forward(ctx, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+        ctx.wanted = gradients_wanted(q_BSNH, k_BSKH, v_BSKH)
         B, S, N, H = q_BSNH.shape
         K = k_BSKH.shape[2]
         G = N // K
@@ -127,7 +128,7 @@ class _CausalAttention(PyLayer):
                 dv.scatter(i)
 
         for_each_share(B * K, work)
-        return tuple(grads)
+        return only_wanted(ctx.wanted, *grads)
 
 
 def _accumulate(left: Tensor, right: Tensor, total: Tensor, first: bool) -> None:

@@ -33,6 +33,16 @@ def on_gpu(x: Tensor) -> bool:
     return x.place.is_gpu_place()
 
 
+def gradients_wanted(*inputs: Tensor) -> tuple[bool, ...]:
+    """For a PyLayer's forward to remember: which of its tensor inputs want a gradient."""
+    return tuple(not x.stop_gradient for x in inputs)
+
+
+def only_wanted(wanted: tuple[bool, ...], *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    """What a PyLayer's backward must return: Paddle refuses a gradient for an input that wants none."""
+    return tuple(g if wants else None for g, wants in zip(gradients, wanted, strict=True))
+
+
 class _HostMemory:
     """numpy's array interface over a tensor's memory; the array's `base` is this, so the tensor stays alive."""
 

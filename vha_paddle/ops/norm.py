@@ -13,12 +13,13 @@ import paddle
 from paddle import Tensor, nn
 from paddle.autograd import PyLayer
 
-from vha_paddle.ops.backend import for_each_share, host_view, on_gpu, row_blocks
+from vha_paddle.ops.backend import for_each_share, gradients_wanted, host_view, on_gpu, only_wanted, row_blocks
 
 
 class _RMSNorm(PyLayer):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.wanted = gradients_wanted(x, weight)
         x = x.contiguous()
         width = x.shape[-1]
         out = paddle.empty_like(x)
@@ -67,7 +68,7 @@ class _RMSNorm(PyLayer):
         grad_weight = paddle.empty_like(weight)
         # In the order of the rows, so that a run with as many threads gives the same bits.
         host_view(grad_weight)[:] = sum(partial_dw[start] for start in sorted(partial_dw))
-        return grad_x, grad_weight
+        return only_wanted(ctx.wanted, grad_x, grad_weight)
 
 
 def _rows(x: Tensor) -> np.ndarray:

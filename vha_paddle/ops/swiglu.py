@@ -10,7 +10,7 @@ import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from vha_paddle.ops.backend import for_each_share, host_view, on_gpu, row_blocks
+from vha_paddle.ops.backend import for_each_share, gradients_wanted, host_view, on_gpu, only_wanted, row_blocks
 
 
 def _sigmoid(g: np.ndarray) -> np.ndarray:
@@ -25,6 +25,7 @@ def _sigmoid(g: np.ndarray) -> np.ndarray:
 class _Swiglu(PyLayer):
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.wanted = gradients_wanted(gate, up)
         gate, up = gate.contiguous(), up.contiguous()
         out = paddle.empty_like(gate)
         g_RF, u_RF, y_RF = _rows(gate), _rows(up), _rows(out)
@@ -58,7 +59,7 @@ class _Swiglu(PyLayer):
                 dg *= u_RF[rows]
 
         for_each_share(len(g_RF), work)
-        return grad_gate, grad_up
+        return only_wanted(ctx.wanted, grad_gate, grad_up)
 
 
 def _rows(x: Tensor) -> np.ndarray:

@@ -1,8 +1,9 @@
 """What PaddlePaddle 3.3.1's fleet lacks on CPU ranks over Gloo. Call `install()` before `fleet.init`.
 
 Fleet is written for accelerators: on CPU some operations raise, some hang, some are silently wrong. `install`
-replaces those and no others, and does nothing where the device is not a CPU. Each replacement says what happens
-without it. In order: creation of groups, collectives, point-to-point, tensor-parallel kernels, sharding.
+replaces those and no others, and does nothing where the device is not a CPU. Each replacement says what
+happens without it. In order: creation of groups, collectives, tensor-parallel kernels, sharding and pipeline,
+installation; point-to-point and all-to-all are in `gloo_channels.py`.
 
 Everything is synchronous: a task is done when its call returns, so fleet's overlap options change the path of
 the code, not its speed. A collective fails when a rank is 30 s late, a limit of Gloo that Paddle does not
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 import paddle
 import paddle.distributed as dist
+from paddle import Tensor
 from paddle.autograd import PyLayer
 from paddle.base import core
 
@@ -30,7 +32,7 @@ from vha_paddle.parallel import gloo_channels
 from vha_paddle.parallel.gloo_channels import DONE, Channels, Member, array, members, memory
 
 _SUM, _AVG = core.ReduceOp.SUM, core.ReduceOp.AVG
-_NUMPY_OPERATION = {
+_NUMPY_OPERATION: dict[Any, Any] = {
     _SUM: np.add,
     _AVG: np.add,  # and a division at the end
     core.ReduceOp.MAX: np.maximum,
@@ -45,7 +47,8 @@ _PORT_ATTEMPTS = 20
 
 _gloo = SimpleNamespace()  # the methods of ProcessGroupGloo as Paddle made them; filled by `install`
 
-# -------------------------------------------------------------------------------------- creation of groups
+
+# ---------------------------------------------------------------------------------------- creation of groups
 
 _stores: list[Any] = []  # a group's store must live as long as the group
 
@@ -54,8 +57,8 @@ def _create_group(store: Any, rank: int, world_size: int, group_id: int = 0) -> 
     """`ProcessGroupGloo.create` with a TCPStore for each group.
 
     Paddle gives every group the same store, and Gloo's keys in it hold no group id, so a rank can read the
-    addresses that its peers left there for an earlier group. From three ranks up, building fleet's groups then
-    fails almost always: connection refused, "136 vs 45", or a hang.
+    addresses that its peers left there for an earlier group. From three ranks up, building fleet's groups
+    then fails almost always: connection refused, "136 vs 45", or a hang.
     """
     host = os.environ["PADDLE_CURRENT_ENDPOINT"].rsplit(":", 1)[0]  # set by the launcher, required by Paddle
     _answer_at_once()
@@ -85,7 +88,7 @@ def _serve_store(host: str) -> tuple[Any, int]:
         with socket.create_server(("", 0)) as probe:
             port = probe.getsockname()[1]
         with contextlib.suppress(ValueError):
-            # a world size of 1: with the true one the constructor waits for ranks that do not know the port yet
+            # a world size of 1: with the true one the constructor waits for ranks that have no address yet
             return core.TCPStore(host, port, True, 1, _STORE_TIMEOUT), port
     raise OSError(f"{host}: no free port for a group's store in {_PORT_ATTEMPTS} attempts")
 
@@ -93,8 +96,8 @@ def _serve_store(host: str) -> tuple[Any, int]:
 def _answer_at_once() -> None:
     """Set TCP_NODELAY on this process's sockets, Paddle's among them.
 
-    A TCPStore writes a request in two parts, and without the option the second waits 44 ms for the receipt of
-    the first: a group of four takes 1 s to build instead of 0.15 s.
+    A TCPStore writes a request in two parts, and without the option the second waits 44 ms for the receipt
+    of the first: a group of four takes 1 s to build instead of 0.15 s.
     """
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -103,26 +106,26 @@ def _answer_at_once() -> None:
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-# --------------------------------------------------------------------------------------------- collectives
+# ----------------------------------------------------------------------------------------------- collectives
 
 
-def _all_reduce(group: Any, tensor: paddle.Tensor, op: Any = _SUM, sync_op: bool = True) -> Any:
+def _all_reduce(group: Any, tensor: Tensor, op: Any = _SUM, sync_op: bool = True) -> Any:
     """In place. Gloo sums fp16 to inf, refuses AVG, and ends the process at a dtype it does not know."""
     if tensor.dtype in _REDUCED_BY_GLOO and op != _AVG:
         return _gloo.all_reduce(group, tensor, op, sync_op)
-    return _reduce_in_steps(tensor, op, group.size(), lambda t, o: _gloo.all_reduce(group, t, o, True), True)
+    return _reduce_in_steps(tensor, op, group, lambda t, o: _gloo.all_reduce(group, t, o, True), True)
 
 
-def _reduce(group: Any, tensor: paddle.Tensor, root: int, op: Any = _SUM, sync_op: bool = True) -> Any:
+def _reduce(group: Any, tensor: Tensor, root: int, op: Any = _SUM, sync_op: bool = True) -> Any:
     """As `_all_reduce`, the result on `root` only."""
     if tensor.dtype in _REDUCED_BY_GLOO and op != _AVG:
         return _gloo.reduce(group, tensor, root, op, sync_op)
     on_root = group.rank() == root
-    return _reduce_in_steps(tensor, op, group.size(), lambda t, o: _gloo.reduce(group, t, root, o, True), on_root)
+    return _reduce_in_steps(tensor, op, group, lambda t, o: _gloo.reduce(group, t, root, o, True), on_root)
 
 
 @paddle.no_grad()
-def _reduce_in_steps(tensor: paddle.Tensor, op: Any, size: int, reduce: Callable, has_result: bool) -> Any:
+def _reduce_in_steps(tensor: Tensor, op: Any, group: Any, reduce: Callable, has_result: bool) -> Any:
     """Reduce fp16 through fp32, and AVG as a sum that is then divided."""
     if tensor.dtype not in _MOVED_BY_GLOO or (op == _AVG and not tensor.is_floating_point()):
         raise TypeError(f"{op} of {tensor.dtype} is not possible over Gloo")
@@ -130,14 +133,14 @@ def _reduce_in_steps(tensor: paddle.Tensor, op: Any, size: int, reduce: Callable
     reduce(wide, _SUM if op == _AVG else op)
     if has_result:
         if op == _AVG:
-            wide.scale_(1.0 / size)
+            wide.scale_(1.0 / group.size())
         if wide is not tensor:
             paddle.assign(wide.astype(tensor.dtype), tensor)
     return DONE
 
 
 def _reduce_scatter_tensor(
-    group: Any, out: paddle.Tensor, tensor: paddle.Tensor, op: Any = _SUM, sync_op: bool = True
+    group: Any, out: Tensor, tensor: Tensor, op: Any = _SUM, sync_op: bool = True
 ) -> Any:
     """Not in Gloo. `out` may be this rank's chunk of `tensor`, as in fleet's sharding.
 
@@ -145,9 +148,9 @@ def _reduce_scatter_tensor(
     """
     if tensor.dtype in (paddle.float16, paddle.bfloat16):  # numpy has no bf16, and fp16 overflows
         with paddle.no_grad():
-            total = paddle.empty(out.shape, "float32")
-            _reduce_scatter_tensor(group, total, tensor.astype("float32"), op)
-            paddle.assign(total.astype(out.dtype), out)
+            wide = paddle.empty(out.shape, "float32")
+            _reduce_scatter_tensor(group, wide, tensor.astype("float32"), op)
+            paddle.assign(wide.astype(out.dtype), out)
         return DONE
     member, reduce = members[group], _NUMPY_OPERATION[op]
     chunks = array(tensor.contiguous()).reshape(member.size, -1)
@@ -166,63 +169,19 @@ def _reduce_scatter_tensor(
 
 
 def _reduce_scatter(
-    group: Any, out: paddle.Tensor, tensors: Sequence[paddle.Tensor], op: Any = _SUM, sync_op: bool = True
+    group: Any, out: Tensor, tensors: Sequence[Tensor], op: Any = _SUM, sync_op: bool = True
 ) -> Any:
     """Not in Gloo: a list, one tensor for each rank."""
     return _reduce_scatter_tensor(group, out, paddle.stack(list(tensors)), op)
 
 
-def _all_to_all(
-    group: Any, outs: Sequence[paddle.Tensor], tensors: Sequence[paddle.Tensor], sync_op: bool = True
-) -> Any:
-    """Not in Gloo: tensor i goes to rank i. Sizes may differ and be 0."""
-    members[group].exchange([memory(out) for out in outs], [memory(tensor.contiguous()) for tensor in tensors])
-    return DONE
-
-
-def _all_to_all_single(
-    group: Any,
-    out: paddle.Tensor,
-    tensor: paddle.Tensor,
-    out_sizes: Sequence[int] = (),
-    sizes: Sequence[int] = (),
-    sync_op: bool = True,
-) -> Any:
-    """Not in Gloo: rows of one tensor to rows of another, in equal parts where no numbers of rows are given."""
-    size = group.size()
-    members[group].exchange(_rows(out, out_sizes, size), _rows(tensor.contiguous(), sizes, size))
-    return DONE
-
-
-def _all_to_all_tensor(group: Any, out: paddle.Tensor, tensor: paddle.Tensor, sync_op: bool = True) -> Any:
-    """Not in Gloo."""
-    return _all_to_all_single(group, out, tensor)
-
-
-def _rows(tensor: paddle.Tensor, sizes: Sequence[int], count: int) -> list[np.ndarray]:
-    """The bytes of the first sizes[0] rows, of the next sizes[1], and so on."""
-    num_rows = tensor.shape[0]
-    sizes = list(sizes) or [num_rows // count] * count
-    if len(sizes) != count or sum(sizes) != num_rows:
-        raise ValueError(f"{num_rows} rows cannot be split into {sizes} over {count} ranks")
-    all_bytes = memory(tensor)
-    return np.split(all_bytes, np.cumsum(sizes[:-1]) * (all_bytes.size // max(num_rows, 1)))
-
-
 def _all_gather_partial(
-    group: Any, out: paddle.Tensor, tensor: paddle.Tensor, count: int, index: int, sync_op: bool = True
+    group: Any, out: Tensor, tensor: Tensor, count: int, index: int, sync_op: bool = True
 ) -> Any:
-    """Not in Gloo: rank i gives part i of a tensor whose shape all ranks know; a pipeline passes `out` twice."""
+    """Not in Gloo: rank i gives part i of what all shall hold; a pipeline passes `out` as `tensor` too."""
     part = paddle.empty([tensor.size // count], tensor.dtype)
     np.copyto(memory(part), np.split(memory(tensor.contiguous()), count)[index])
-    return _for_every_dtype("all_gather_into_tensor")(group, out, part, sync_op=True)
-
-
-def _barrier(group: Any, device_id: int = -1) -> Any:
-    """Gloo's gives up when a rank is 30 s late, as all do while the main one writes a checkpoint."""
-    nothing = [np.empty(0, np.uint8)] * group.size()
-    members[group].exchange(nothing, nothing)
-    return DONE
+    return _for_every_dtype("all_gather_into_tensor")(group, out, part, True)
 
 
 def _for_every_dtype(name: str) -> Callable:
@@ -230,46 +189,46 @@ def _for_every_dtype(name: str) -> Callable:
     method = getattr(_gloo, name)
 
     def known(value: Any) -> Any:
-        if isinstance(value, paddle.Tensor):
+        if isinstance(value, Tensor):
             return value if value.dtype in _MOVED_BY_GLOO else value.view("uint8")
         return [known(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     return lambda group, *arguments, **options: method(group, *map(known, arguments), **options)
 
 
-# --------------------------------------------------------------------------------- tensor-parallel kernels
+# ----------------------------------------------------------------------------------- tensor-parallel kernels
 # c_identity, c_concat, c_softmax_with_cross_entropy: "Do not support ... for cpu kernel now". c_split has no
 # communicator, and its gradient in mp_ops gathers on axis 0 what the forward split on the last axis.
 
 
-def _c_identity(x: paddle.Tensor, *_: Any) -> paddle.Tensor:
+def _c_identity(x: Tensor, *_: Any) -> Tensor:
     return x.clone()
 
 
-def _c_concat(x: paddle.Tensor, rank: int, nranks: int, ring_id: int, *_: Any) -> paddle.Tensor:
+def _c_concat(x: Tensor, rank: int, nranks: int, ring_id: int, *_: Any) -> Tensor:
     return _GatherLastAxis.apply(x, dist.get_group(ring_id))
 
 
-def _gather_last_axis(x: paddle.Tensor, group: Any) -> paddle.Tensor:
+def _gather_last_axis(x: Tensor, group: Any) -> Tensor:
     parts = paddle.empty([group.nranks, *x.shape], x.dtype)
     group.process_group.all_gather_into_tensor(parts, x.contiguous(), True)
     return paddle.concat(paddle.unstack(parts), axis=-1)
 
 
-def _own_part_of_last_axis(x: paddle.Tensor, group: Any) -> paddle.Tensor:
-    return paddle.split(x, group.nranks, axis=-1)[group.rank].contiguous()
+def _own_part_of_last_axis(x: Tensor, group: Any) -> Tensor:
+    return paddle.split(x, group.nranks, axis=-1)[group.rank].clone()  # not a view of x
 
 
 class _GatherLastAxis(PyLayer):
     """All ranks use the whole in the same way, so the gradient of a part is that part of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: paddle.Tensor, group: Any) -> paddle.Tensor:
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         ctx.group = group
         return _gather_last_axis(x, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return _own_part_of_last_axis(gradient, ctx.group)
 
 
@@ -277,26 +236,26 @@ class _SplitLastAxis(PyLayer):
     """With the signature of mp_ops.c_split_eager, whose place it takes."""
 
     @staticmethod
-    def forward(ctx: Any, x: paddle.Tensor, group: Any, rank: int, nranks: int) -> paddle.Tensor:
+    def forward(ctx: Any, x: Tensor, group: Any, rank: int, nranks: int) -> Tensor:
         ctx.group = group
         return _own_part_of_last_axis(x, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return _gather_last_axis(gradient, ctx.group)
 
 
 class _SoftmaxCrossEntropy(PyLayer):
     """-log softmax at the label, over a vocabulary split across the group, with one communication.
 
-    With m a rank's largest logit, e = exp(x - m), s = sum(e), and M the largest m of the group, the softmax is
-    e exp(m - M) / S where S = sum over ranks of s exp(m - M). So the ranks exchange m, s and the label's logit.
-    Only e is kept, and the gradient is made in its memory. The arithmetic is numpy's, on the tensors' memory:
-    on one thread it takes a third of the time of Paddle's max, exp and sum.
+    With m a rank's largest logit, e = exp(x - m), s = sum(e), and M the largest m of the group, the softmax
+    is e exp(m - M) / S, where S = sum over ranks of s exp(m - M). So ranks exchange m, s and the label's
+    logit. Only e is kept, and the gradient is made in its memory. The arithmetic is numpy's, on the memory of
+    the tensors: on one thread it takes a third of the time of Paddle's max, exp and sum.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: paddle.Tensor, labels: np.ndarray, ignore_index: int, group: Any) -> paddle.Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: np.ndarray, ignore_index: int, group: Any) -> Tensor:
         wide = logits if logits.dtype == paddle.float64 else logits.astype("float32")
         kept = paddle.empty(wide.shape, wide.dtype)
         x, e = (array(tensor.contiguous()).reshape(labels.size, -1) for tensor in (wide, kept))
@@ -323,18 +282,17 @@ class _SoftmaxCrossEntropy(PyLayer):
         return paddle.to_tensor(loss.reshape([*logits.shape[:-1], 1])).astype(logits.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
-        kept = ctx.kept
-        upstream = gradient.astype(kept.dtype).numpy().reshape(-1)
-        e = array(kept).reshape(upstream.size, -1)
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        upstream = gradient.astype(ctx.kept.dtype).numpy().reshape(-1)
+        e = array(ctx.kept).reshape(upstream.size, -1)
         e *= (upstream * ctx.to_softmax)[:, None]
         e[ctx.at_label] -= upstream[ctx.at_label[0]]
-        return kept.astype(ctx.dtype)
+        return ctx.kept.astype(ctx.dtype)
 
 
 def _c_softmax_with_cross_entropy(
-    logits: paddle.Tensor, label: paddle.Tensor, group: Any = None, return_softmax: bool = False, ignore_index: int = -100
-) -> paddle.Tensor:
+    logits: Tensor, label: Tensor, group: Any = None, return_softmax: bool = False, ignore_index: int = -100
+) -> Tensor:
     """Loss [..., 1] for logits [..., part of the vocabulary] and labels [...] or [..., 1].
 
     Raises:
@@ -346,22 +304,22 @@ def _c_softmax_with_cross_entropy(
     group = dist.get_group() if group is None else group
     labels = label.numpy().reshape(-1).astype(np.int64)
     if labels.size * logits.shape[-1] != logits.size:
-        raise ValueError(f"labels of shape {list(label.shape)} do not fit logits of shape {list(logits.shape)}")
-    vocab_size = logits.shape[-1] * group.nranks
-    wrong = labels[((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)]
+        raise ValueError(f"labels of shape {label.shape} do not fit logits of shape {logits.shape}")
+    num_classes = logits.shape[-1] * group.nranks
+    wrong = labels[((labels < 0) | (labels >= num_classes)) & (labels != ignore_index)]
     if wrong.size:
-        raise ValueError(f"label {wrong[0]} is not in the vocabulary of {vocab_size}, nor is it {ignore_index}")
+        raise ValueError(f"label {wrong[0]} is not in the vocabulary of {num_classes}, nor {ignore_index}")
     return _SoftmaxCrossEntropy.apply(logits, labels, ignore_index, group)
 
 
-# ------------------------------------------------------------------------------------------------ sharding
+# ------------------------------------------------------------------------------------- sharding and pipeline
 
 
 def _clear_grad(sharding: Any, set_to_zero: bool = True, *, original: Callable) -> None:
     """`DygraphShardingOptimizerV2.clear_grad` that keeps gradients where they are.
 
     After Paddle's clear_gradient(True) the next backward *replaces* .grad, which then is no part of the fused
-    buffer any more, and from the second step on the optimizer sees zeros.
+    buffer any more: from the second step on the optimizer sees zeros.
     """
     has_main_grad = any(hasattr(parameter, "main_grad") for parameter in sharding._parameter_list)
     if sharding.sd_release_grads or has_main_grad or not set_to_zero:
@@ -371,16 +329,6 @@ def _clear_grad(sharding: Any, set_to_zero: bool = True, *, original: Callable) 
         for parameter in sharding._parameter_list:
             if parameter.grad is not None:
                 parameter.grad.zero_()
-
-
-class _Overridden:
-    """A module with some names replaced."""
-
-    def __init__(self, module: Any, **names: Any) -> None:
-        self.__dict__.update(names, _module=module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
 
 
 @functools.cache
@@ -398,12 +346,14 @@ def group_sharded_classes() -> tuple[type, type, type]:
 
     # they assert an accelerator, and parse the index out of a device name like "gpu:0"
     for module in (group_sharded_optimizer_stage2, group_sharded_stage2, group_sharded_stage3):
-        module.core = _Overridden(core, is_compiled_with_cuda=lambda: True)
-        module.paddle = _Overridden(paddle, get_device=lambda: "cpu:0")
+        module.core = SimpleNamespace(**vars(core) | {"is_compiled_with_cuda": lambda: True})
+        module.paddle = SimpleNamespace(**vars(paddle) | {"get_device": lambda: "cpu:0"})
     # with convert_gpu a parameter is copied by .cpu(), on CPU an alias, and then its memory is freed
     storage = group_sharded_storage.ParamStorage
-    original = storage.add_rank_params
-    storage.add_rank_params = lambda self, params, align, convert_gpu=True: original(self, params, align, False)
+    add = storage.add_rank_params
+    storage.add_rank_params = lambda self, parameters, align, convert_gpu=True: add(
+        self, parameters, align, False
+    )
     return (
         group_sharded_optimizer_stage2.GroupShardedOptimizerStage2,
         group_sharded_stage2.GroupShardedStage2,
@@ -412,10 +362,10 @@ def group_sharded_classes() -> tuple[type, type, type]:
 
 
 def count_shared_weights_once(pipeline_layer: Any) -> None:
-    """Let the global norm count a weight that pipeline stages share once; call it after building a PipelineLayer.
+    """Let the global norm count a weight that pipeline stages share once; call it on a built PipelineLayer.
 
-    Paddle marks the first holder by looking for a parameter's name among attribute names, finds none, and each
-    stage adds the weight's gradient (on every device).
+    Paddle marks the first holder by looking for a parameter's name among attribute names, finds none, and
+    each stage adds the weight's gradient (on every device).
     """
     for shared in pipeline_layer.shared_comm.values():
         for attribute in shared["weight_attr"]:
@@ -423,7 +373,7 @@ def count_shared_weights_once(pipeline_layer: Any) -> None:
             weight.is_firstly_shared = pipeline_layer.global_rank == min(shared["ranks"])
 
 
-# -------------------------------------------------------------------------------------------- installation
+# ---------------------------------------------------------------------------------------------- installation
 
 
 def install() -> None:
@@ -443,12 +393,12 @@ def install() -> None:
     # never set without an accelerator, so that reading ParallelEnv().device_id raises
     dist.ParallelEnv._device_id = 0
     # resharding of checkpoints and clipping under ZeRO call .cuda() ("No available device found")
-    paddle.Tensor.cuda = lambda self, *_, **__: self
-    if not hasattr(core, "nccl_version"):  # dist.all_reduce asks for it before an average; 2.10 is the first with one
-        core.nccl_version = lambda: 21000
+    Tensor.cuda = lambda self, *_, **__: self
+    if not hasattr(core, "nccl_version"):  # dist.all_reduce compares it before it averages; 2.10 is its least
+        core.nccl_version = lambda: 21000  # type: ignore[attr-defined]
 
 
-def _patch_process_group(group: type) -> None:
+def _patch_process_group(group: Any) -> None:
     moving = ("broadcast", "all_gather", "all_gather_into_tensor", "scatter", "scatter_tensor", "gather")
     vars(_gloo).update({name: getattr(group, name) for name in (*moving, "create", "all_reduce", "reduce")})
     operations: dict[str, Callable] = {name: _for_every_dtype(name) for name in moving} | {
@@ -456,10 +406,10 @@ def _patch_process_group(group: type) -> None:
         "reduce": _reduce,
         "reduce_scatter": _reduce_scatter,
         "reduce_scatter_tensor": _reduce_scatter_tensor,
-        "all_to_all": _all_to_all,
-        "all_to_all_tensor": _all_to_all_tensor,
-        "all_to_all_single": _all_to_all_single,
         "all_gather_partial": _all_gather_partial,
+        "all_to_all": gloo_channels.all_to_all,
+        "all_to_all_tensor": gloo_channels.all_to_all_tensor,
+        "all_to_all_single": gloo_channels.all_to_all_single,
         "send": gloo_channels.send,
         "recv": gloo_channels.receive,
         "send_partial": gloo_channels.send_partial,
@@ -471,7 +421,7 @@ def _patch_process_group(group: type) -> None:
         setattr(group, f"{name}_on_calc_stream", functools.partialmethod(operation, sync_op=True))
     group.create = staticmethod(_create_group)
     group.allreduce = _all_reduce
-    group.barrier = _barrier
+    group.barrier = gloo_channels.barrier
     group._start_coalescing = gloo_channels.start_coalescing
     group._end_coalescing = gloo_channels.end_coalescing
 

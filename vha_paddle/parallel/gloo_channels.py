@@ -1,13 +1,13 @@
-"""Buffered messages between the ranks of a Gloo group, over TCP: point-to-point, and what `gloo.py` builds on it.
+"""Buffered messages between the ranks of a Gloo group, over TCP, and the operations made of messages.
 
-Gloo has no buffered send. Its `send` returns once the peer has received, so two ranks that both send first wait
-for ever. And it numbers the operations of a group with one counter that only the two ends of a message advance,
-so after a message between two members of a larger group its next common operation never matches: a pipeline of
-three stages hangs.
+Gloo has no buffered send. Its `send` returns once the peer has received, so two ranks that both send first
+wait for ever. And it numbers the operations of a group with one counter that only the two ends of a message
+advance, so after a message between two members of a larger group its next common operation never matches: a
+pipeline of three stages hangs.
 
-Here every (group, source, destination) has a connection of its own, opened at its first message. A message is
-its length (8 bytes, little endian) and its bytes. Sending copies them, hands the copy to a thread and returns;
-messages of one channel arrive in the order sent.
+Here every (group, source, destination) has a connection of its own, opened at its first message. A message
+is its length (8 bytes, little endian) and its bytes. Sending copies them, hands the copy to a thread and
+returns; messages of one channel arrive in the order sent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import paddle
+from paddle import Tensor
 
 TOKEN_BYTES = 16
 HELLO = struct.Struct(f"<{TOKEN_BYTES}sqq")  # the receiver's token, the group, the source's rank in it
@@ -39,33 +39,12 @@ class ChannelError(ConnectionError):
     """A message could not be delivered, or did not have the length its receiver expects."""
 
 
-class _Memory:
-    """The bytes of a contiguous tensor for `np.asarray`, which keeps the tensor alive as long as the array."""
-
-    def __init__(self, tensor: paddle.Tensor) -> None:
-        if not tensor.is_contiguous():
-            raise ValueError(f"a tensor of shape {list(tensor.shape)} must be contiguous to be written by a peer")
-        self.tensor = tensor
-        size = tensor.size * tensor.element_size()
-        address = tensor.data_ptr() if size else np.empty(0).ctypes.data
-        self.__array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
-
-
-def memory(tensor: paddle.Tensor) -> np.ndarray:
-    """A tensor's own memory as flat uint8, not the copy `numpy()` makes: what is written there the tensor holds."""
-    return np.asarray(_Memory(tensor))
-
-
-def array(tensor: paddle.Tensor) -> np.ndarray:
-    """A tensor's own memory in its shape and dtype, one that numpy has."""
-    return memory(tensor).view(str(tensor.dtype).removeprefix("paddle.")).reshape(tensor.shape)
-
-
 class _Sender(threading.Thread):
     """Writes the messages of one channel in order. An error is kept, for the main thread to raise."""
 
     def __init__(self, address: str, group: int, source: int, destination: int) -> None:
-        super().__init__(name=f"group {group}, message from rank {source} to rank {destination}", daemon=True)
+        name = f"group {group}, message from rank {source} to rank {destination}"
+        super().__init__(name=name, daemon=True)
         self.messages: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
         self.error: Exception | None = None
         host, port, token = address.rsplit(":", 2)
@@ -80,16 +59,16 @@ class _Sender(threading.Thread):
                 connection.sendall(self._hello)
                 while (message := self.messages.get()) is not None:
                     connection.sendall(LENGTH.pack(message.nbytes))
-                    connection.sendall(message)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the main thread must hear of it
+                    connection.sendall(message.data)
+        except Exception as error:  # whatever it is, the main thread must hear of it
             self.error = error
 
 
 class Channels:
-    """A process's end of all its channels: a listening socket for what comes, a thread per channel that leaves."""
+    """A process's end of all its channels: a listening socket, and a thread for each channel that leaves."""
 
     def __init__(self, host: str) -> None:
-        """Listen on `host`, by which the other ranks reach this process; `address` is what they need to send."""
+        """Listen on `host`, by which other ranks reach this process; `address` is what they need to send."""
         self._token = secrets.token_bytes(TOKEN_BYTES)  # so that no stranger's connection passes for a rank's
         self._listener = socket.create_server((host, 0), backlog=128)
         self.address = f"{host}:{self._listener.getsockname()[1]}:{self._token.hex()}"
@@ -106,7 +85,7 @@ class Channels:
     ) -> None:
         """Queue flat uint8 bytes for rank `destination` of a group in which this process is rank `source`.
 
-        `message` must not change any more. `address` gives the peer's; it is called at the first message only.
+        `message` must not change any more. `address` gives the peer's; only the first message calls it.
 
         Raises:
             ChannelError: an earlier message of this process could not be delivered.
@@ -118,10 +97,10 @@ class Channels:
         self._senders[key].messages.put(message)
 
     def receive(self, group: int, source: int, out: np.ndarray) -> None:
-        """Wait for the next message from rank `source` and write it into `out`, a flat uint8 array of its size.
+        """Wait for the next message from rank `source` and write it into `out`, flat uint8 of its size.
 
         Raises:
-            ChannelError: the peer is gone or silent, its message has another length, or an earlier send failed.
+            ChannelError: the peer is gone or silent, the length differs, or an earlier send failed.
         """
         self._raise_failure()
         try:
@@ -131,7 +110,7 @@ class Channels:
             (length,) = LENGTH.unpack(header)
             if length != out.nbytes:
                 raise ConnectionError(f"{length} bytes were sent, {out.nbytes} are expected")
-            _read(connection, memoryview(out))
+            _read(connection, out.data)
         except OSError as error:
             self._raise_failure()  # a peer that is gone is often seen first by a sender
             raise ChannelError(f"group {group}, message from rank {source}: {error}") from error
@@ -177,7 +156,8 @@ class Channels:
         for sender in self._senders.values():
             sender.join(max(0.0, deadline - time.monotonic()))
             if sender.is_alive() or sender.error is not None:
-                print(f"{sender.name}: not delivered: {sender.error or 'the peer does not read'}", file=sys.stderr)
+                reason = sender.error or "the peer does not read"
+                print(f"{sender.name}: not delivered: {reason}", file=sys.stderr)
 
 
 def _read(connection: socket.socket, buffer: memoryview) -> None:
@@ -203,9 +183,11 @@ class Member:
     def send(self, peer: int, array: np.ndarray) -> None:
         """Copy the bytes, and return."""
         message = array.view(np.uint8).copy()
-        self._channels.send(
-            self.group_id, self.rank, peer, message, lambda: self._store.get(self._key(peer)).decode()
-        )
+
+        def address() -> str:
+            return self._store.get(self._key(peer)).decode()
+
+        self._channels.send(self.group_id, self.rank, peer, message, address)
 
     def receive(self, peer: int, array: np.ndarray) -> None:
         """Wait for the bytes."""
@@ -239,7 +221,39 @@ class Member:
             receive()
 
 
-# ------------------------------------------------- what takes the place of ProcessGroupGloo's methods of these names
+# ------------------------------------------------------------------------------------------ memory of tensors
+
+
+class _Memory:
+    """The bytes of a contiguous tensor for `np.asarray`; the array keeps the tensor alive."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"a tensor of shape {list(tensor.shape)} must be contiguous for ranks to write to it"
+            )
+        self.tensor = tensor
+        size = tensor.size * tensor.element_size()
+        address = tensor.data_ptr() if size else np.empty(0).ctypes.data
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": (size,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def memory(tensor: Tensor) -> np.ndarray:
+    """A tensor's own memory as flat uint8, where `numpy()` makes a copy: writing to it sets the tensor."""
+    return np.asarray(_Memory(tensor))
+
+
+def array(tensor: Tensor) -> np.ndarray:
+    """A tensor's own memory in its shape and dtype, one that numpy has."""
+    return memory(tensor).view(str(tensor.dtype).removeprefix("paddle.")).reshape(tensor.shape)
+
+
+# -------------------------------------------- what takes the place of ProcessGroupGloo's methods of these names
 
 DONE = SimpleNamespace(wait=lambda *_: True, is_completed=lambda: True, synchronize=lambda: None)
 """The task of an operation that was finished when its call returned."""
@@ -248,39 +262,81 @@ members: dict[Any, Member] = {}
 """By process group."""
 
 
-def send(group: Any, tensor: paddle.Tensor, peer: int, sync_op: bool = True) -> Any:
+def send(group: Any, tensor: Tensor, peer: int, sync_op: bool = True) -> Any:
     """Buffered: returns before the peer receives."""
     members[group].send(peer, memory(tensor.contiguous()))
     return DONE
 
 
-def receive(group: Any, tensor: paddle.Tensor, peer: int, sync_op: bool = True) -> Any:
+def receive(group: Any, tensor: Tensor, peer: int, sync_op: bool = True) -> Any:
     """Into `tensor`; in a batch, at its end."""
     members[group].receive_in_batch(peer, memory(tensor))
     return DONE
 
 
-def send_partial(
-    group: Any, tensor: paddle.Tensor, peer: int, count: int, index: int, sync_op: bool = True
-) -> Any:
-    """Part `index` of `count` (not in Gloo): of what all tensor-parallel ranks hold each passes on a part."""
+def send_partial(group: Any, tensor: Tensor, peer: int, count: int, index: int, sync_op: bool = True) -> Any:
+    """Part `index` of `count`: of what all tensor-parallel ranks hold, each passes on a part. Not in Gloo."""
     members[group].send(peer, np.split(memory(tensor.contiguous()), count)[index])
     return DONE
 
 
 def receive_partial(
-    group: Any, tensor: paddle.Tensor, peer: int, count: int, index: int, sync_op: bool = True
+    group: Any, tensor: Tensor, peer: int, count: int, index: int, sync_op: bool = True
 ) -> Any:
-    """Part `index` of `count` (not in Gloo); the rest of `tensor` is left as it is."""
+    """Part `index` of `count`; the rest of `tensor` is left as it is. Not in Gloo."""
     members[group].receive_in_batch(peer, np.split(memory(tensor), count)[index])
     return DONE
 
 
 def start_coalescing(group: Any) -> None:
-    """Gloo ignores it: ranks whose batches list a receive first, as an interleaved pipeline's do, all wait."""
+    """Gloo ignores it: ranks whose batches list a receive first, as in interleaved pipelines, all wait."""
     members[group].start_batch()
 
 
 def end_coalescing(group: Any, tasks: Any = None) -> None:
     """The receives of the batch happen here."""
     members[group].end_batch()
+
+
+def all_to_all(group: Any, outs: Sequence[Tensor], tensors: Sequence[Tensor], sync_op: bool = True) -> Any:
+    """Tensor i goes to rank i. Sizes may differ and be 0. Not in Gloo."""
+    members[group].exchange(
+        [memory(out) for out in outs], [memory(tensor.contiguous()) for tensor in tensors]
+    )
+    return DONE
+
+
+def all_to_all_tensor(group: Any, out: Tensor, tensor: Tensor, sync_op: bool = True) -> Any:
+    """Rows of one tensor to rows of another, in equal parts. Not in Gloo."""
+    return all_to_all_single(group, out, tensor)
+
+
+def all_to_all_single(
+    group: Any,
+    out: Tensor,
+    tensor: Tensor,
+    out_sizes: Sequence[int] = (),
+    sizes: Sequence[int] = (),
+    sync_op: bool = True,
+) -> Any:
+    """Rows of one tensor to rows of another, so many for each rank. Not in Gloo."""
+    member = members[group]
+    member.exchange(_rows(out, out_sizes, member.size), _rows(tensor.contiguous(), sizes, member.size))
+    return DONE
+
+
+def _rows(tensor: Tensor, sizes: Sequence[int], count: int) -> list[np.ndarray]:
+    """The bytes of the first sizes[0] rows, of the next sizes[1], and so on; equal parts without sizes."""
+    num_rows = tensor.shape[0]
+    sizes = list(sizes) or [num_rows // count] * count
+    if len(sizes) != count or sum(sizes) != num_rows:
+        raise ValueError(f"{num_rows} rows cannot be split into {sizes} over {count} ranks")
+    all_bytes = memory(tensor)
+    return np.split(all_bytes, np.cumsum(sizes[:-1]) * (all_bytes.size // max(num_rows, 1)))
+
+
+def barrier(group: Any, device_id: int = -1) -> Any:
+    """Gloo's gives up when a rank is 30 s late, as all others are while the main one writes a checkpoint."""
+    nothing = [np.empty(0, np.uint8)] * members[group].size
+    members[group].exchange(nothing, nothing)
+    return DONE

@@ -1,0 +1,223 @@
+"""Models read back from disk: their loss against transformers and the oracle, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.checkpoints import (
+    SMALL_GROUPED,
+    SMALL_VHA,
+    Exported,
+    oracle_spec,
+    small_recipe,
+    small_tokenizer,
+    trained_weights,
+    write_checkpoint,
+)
+from tests.oracles.decoder import decoder_logits, decoder_loss_and_gradients
+from tests.tolerances import FLOAT32, assert_close
+from vha_paddle.data.indexed import IndexedTokens, write_indexed
+from vha_paddle.data.loader import ValidationWindows
+from vha_paddle.errors import UserError
+from vha_paddle.evaluate import checkpoint_logits, exported_logits, load_model, mean_loss, validation_loss
+from vha_paddle.export.config import ExportDtype
+from vha_paddle.export.fold_export import export_checkpoint
+
+VOCABULARY = 330  # of `small_recipe`
+
+
+def make(folder: Path, attention: dict[str, Any], dtype: ExportDtype = "float32", seed: int = 0) -> Exported:
+    """A checkpoint in a run directory, and its export."""
+    recipe = small_recipe(attention)
+    weights = trained_weights(recipe, seed)
+    path = folder / "run" / "checkpoints" / "step-00000007"
+    checkpoint = write_checkpoint(path, recipe, weights, small_tokenizer())
+    plain = attention["kind"] == "grouped"
+    report = export_checkpoint(checkpoint, folder / "out", dtype, plain=plain)
+    return Exported(recipe, weights, checkpoint, folder / "out", report)
+
+
+@pytest.fixture(scope="module")
+def vha(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    return make(tmp_path_factory.mktemp("vha"), SMALL_VHA)
+
+
+def random_tokens(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, VOCABULARY, shape)
+
+
+def our_loss(directory: Path, tokens_BS: np.ndarray) -> np.ndarray:
+    loss = mean_loss(load_model(directory), [(tokens_BS[:, :-1], tokens_BS[:, 1:])])
+    return np.array(loss)
+
+
+def loss_of_transformers(directory: Path, tokens_BS: np.ndarray) -> np.ndarray:
+    model = AutoModelForCausalLM.from_pretrained(directory, torch_dtype=torch.float32)
+    tokens = torch.tensor(tokens_BS)
+    with torch.no_grad():
+        return model(input_ids=tokens, labels=tokens).loss.numpy()
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        SMALL_VHA,
+        SMALL_GROUPED | {"num_key_value_heads": 6},
+        SMALL_GROUPED,
+        SMALL_GROUPED | {"num_key_value_heads": 1},
+    ],
+    ids=["folded VHA", "MHA", "GQA", "MQA"],
+)
+def test_the_loss_of_an_exported_directory_equals_that_of_transformers(
+    attention: dict[str, Any], tmp_path: Path
+) -> None:
+    directory, tokens_BS = make(tmp_path, attention).directory, random_tokens(3, 18)
+    assert_close(our_loss(directory, tokens_BS), loss_of_transformers(directory, tokens_BS), FLOAT32, "loss")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_half_precision_export_is_evaluated_in_float32(dtype: ExportDtype, tmp_path: Path) -> None:
+    directory, tokens_BS = make(tmp_path, SMALL_VHA, dtype).directory, random_tokens(3, 18)
+    assert_close(our_loss(directory, tokens_BS), loss_of_transformers(directory, tokens_BS), FLOAT32, "loss")
+
+
+def test_logits_of_a_checkpoint_and_of_its_export_equal_the_oracle(vha: Exported) -> None:
+    tokens_BS = random_tokens(2, 11)
+    weights = {name: array.astype(np.float64) for name, array in vha.weights.items()}
+    expected = decoder_logits(weights, tokens_BS, oracle_spec(vha.recipe))
+    assert_close(checkpoint_logits(vha.checkpoint)(tokens_BS), expected, FLOAT32, "checkpoint")
+    assert_close(exported_logits(vha.directory)(tokens_BS), expected, FLOAT32, "export")
+
+
+def test_a_run_directory_stands_for_its_newest_checkpoint(vha: Exported, tmp_path: Path) -> None:
+    run = shutil.copytree(vha.checkpoint.parents[1], tmp_path / "run")
+    older = trained_weights(vha.recipe, seed=9)
+    write_checkpoint(run / "checkpoints" / "step-00000003", vha.recipe, older, small_tokenizer())
+    tokens_BS = random_tokens(1, 5)
+    newest = checkpoint_logits(vha.checkpoint)(tokens_BS)
+    assert np.array_equal(checkpoint_logits(run)(tokens_BS), newest)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5, 8])
+def test_the_validation_loss_is_the_mean_over_all_tokens_of_the_windows(
+    batch_size: int, vha: Exported, tmp_path: Path
+) -> None:
+    stream = random_tokens(5 * 12 + 1)
+    write_indexed(tmp_path / "data", [stream], VOCABULARY, eod_id=None, tokenizer_sha256=None, source="test")
+    windows = ValidationWindows(IndexedTokens(tmp_path / "data"), 12)
+    found = validation_loss(load_model(vha.checkpoint), windows, num_sequences=9, batch_size=batch_size)
+    weights = {name: array.astype(np.float64) for name, array in vha.weights.items()}
+    tokens_BS, labels_BS = stream[:-1].reshape(5, 12), stream[1:].reshape(5, 12)
+    expected, _, _ = decoder_loss_and_gradients(weights, tokens_BS, labels_BS, oracle_spec(vha.recipe))
+    assert_close(np.array(found), np.array(expected), FLOAT32, "loss")
+
+
+def test_no_more_windows_than_asked_for_are_used(vha: Exported, tmp_path: Path) -> None:
+    stream = random_tokens(4 * 6 + 1)
+    write_indexed(tmp_path / "data", [stream], VOCABULARY, eod_id=None, tokenizer_sha256=None, source="test")
+    windows = ValidationWindows(IndexedTokens(tmp_path / "data"), 6)
+    model = load_model(vha.checkpoint)
+    first_two = mean_loss(model, [windows.samples(0, 2)])
+    assert validation_loss(model, windows, num_sequences=2, batch_size=2) == first_two
+
+
+def _edit_config(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+
+
+def _edit_weights(directory: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> None:
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _name_a_shard_outside(directory: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+# What is done to an exported directory, and what the refusal must name.
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "another architecture": (
+        lambda directory: _edit_config(directory, model_type="llama"),
+        "config.json: model_type=llama: only qwen3",
+    ),
+    "a key left out": (
+        lambda directory: _edit_config(directory, rope_theta=None),
+        "config.json: rope_theta is missing",
+    ),
+    "a size of the wrong type": (
+        lambda directory: _edit_config(directory, hidden_size="20"),
+        "config.json: not a Qwen3 configuration .*hidden_size",
+    ),
+    "a configuration that is no JSON": (
+        lambda directory: (directory / "config.json").write_text("{"),
+        "config.json: cannot be read",
+    ),
+    "a configuration that is no object": (
+        lambda directory: (directory / "config.json").write_text("[]"),
+        "config.json: must hold a JSON object",
+    ),
+    "no weights": (
+        lambda directory: (directory / "model.safetensors").unlink(),
+        "model.safetensors: cannot be read",
+    ),
+    "half-copied weights": (
+        lambda directory: _truncate(directory / "model.safetensors"),
+        "model.safetensors: .*the file is damaged",
+    ),
+    "a tensor left out": (
+        lambda directory: _edit_weights(directory, lambda tensors: tensors.pop("model.norm.weight")),
+        "missing model.norm.weight",
+    ),
+    "a tensor too many": (
+        lambda directory: _edit_config(directory, num_hidden_layers=1),
+        "unexpected tensor model.layers.1",
+    ),
+    "sizes of another model": (
+        lambda directory: _edit_config(directory, intermediate_size=29),
+        r"mlp.\w+_proj.weight has shape .*28.*, the described model needs .*29",
+    ),
+    "a shard outside the directory": (_name_a_shard_outside, "weight_map must name files of this directory"),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_export_is_refused_by_name(
+    damage: Callable[[Path], Any], message: str, vha: Exported, tmp_path: Path
+) -> None:
+    directory = shutil.copytree(vha.directory, tmp_path / "damaged")
+    damage(directory)
+    with pytest.raises(UserError, match=message):
+        load_model(directory)
+
+
+def test_a_directory_that_holds_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="neither a checkpoint .* nor a run"):
+        load_model(tmp_path)
+
+
+def test_a_checkpoint_with_a_changed_byte_is_refused(vha: Exported, tmp_path: Path) -> None:
+    checkpoint = shutil.copytree(vha.checkpoint, tmp_path / "checkpoint")
+    content = bytearray((checkpoint / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (checkpoint / "model.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match="model.safetensors: differs from the manifest"):
+        load_model(checkpoint)
