@@ -51,10 +51,10 @@ class Case:
 
 
 def export_grouped(folder: Path, num_kv_heads: int, tied: bool) -> Case:
-    # Far from the embedding's scale, or a tied head would repeat the last token for ever.
     attention = SMALL_GROUPED | {"num_key_value_heads": num_kv_heads}
     recipe = small_recipe(attention, tie_word_embeddings=tied)
     weights = trained_weights(recipe, seed=1)
+    # At full size a tied embedding outweighs the layers, and the likeliest token is the last one again.
     weights["model.embed_tokens.weight"] *= np.float32(0.2)
     checkpoint = write_checkpoint(folder / "checkpoint", recipe, weights, small_tokenizer())
     export_checkpoint(checkpoint, folder / "out", "float32", plain=True)

@@ -34,8 +34,8 @@ examples:
   # a grouped-query baseline holds nothing to fold; it is exported as it is
   python tools/fold_export.py runs/gqa exported/gqa --plain
 
-OUT appears complete or not at all, with a model card (README.md) and fold_report.json. Then, with nothing but
-transformers: AutoModelForCausalLM.from_pretrained(OUT).
+OUT appears complete or not at all, with a model card (README.md) and fold_report.json; a killed run leaves
+only a hidden .OUT.*.tmp. Then, with nothing but transformers: AutoModelForCausalLM.from_pretrained(OUT).
 exit status: 0 done, 1 verification failed or could not write, 2 wrong input.
 """
 

@@ -28,7 +28,7 @@ def host(tensor: paddle.Tensor) -> np.ndarray:
 
 
 def every_rank(shape: tuple[int, ...], dtype: str, size: int = 4) -> np.ndarray:
-    """`[size, *shape]`: what each rank holds; small whole numbers, whose sums and products every dtype has."""
+    """`[size, *shape]`: what each rank holds; whole numbers whose sums and products every dtype has."""
     return (
         np.random.default_rng(7)
         .integers(1, 4, (size, *shape))
@@ -44,7 +44,7 @@ def assert_equal(actual: paddle.Tensor, expected: np.ndarray, what: str) -> None
     np.testing.assert_array_equal(host(actual), expected.astype("float64"), err_msg=what)
 
 
-# ------------------------------------------------------------------------------- four ranks: groups, collectives
+# ---------------------------------------------------------------------------------- groups and collectives
 
 
 @four.case
@@ -63,6 +63,13 @@ def installing_twice_changes_nothing() -> None:
     operation = paddle.base.core.ProcessGroupGloo.all_reduce
     gloo.install()
     assert paddle.base.core.ProcessGroupGloo.all_reduce is operation
+
+
+@four.case
+def what_asks_for_an_accelerator_gets_the_cpu() -> None:
+    value = paddle.ones([2])
+    assert value.cuda(0) is value
+    assert dist.ParallelEnv().device_id == 0
 
 
 @four.case
@@ -142,7 +149,7 @@ def reduce_scatter_into_a_slice_of_its_own_input_keeps_the_other_slices() -> Non
 
 
 @four.case
-def data_of_every_dtype_is_gathered_broadcast_and_scattered() -> None:
+def data_of_every_dtype_is_gathered_broadcast_scattered_and_collected() -> None:
     rank = dist.get_rank()
     for dtype in (*FLOATS, *INTEGERS, "bool", "int16", "float8_e4m3fn", "float8_e5m2", "complex64"):
         values = every_rank((2, 3), dtype)
@@ -160,6 +167,10 @@ def data_of_every_dtype_is_gathered_broadcast_and_scattered() -> None:
         parts = [to_tensor(value, "float32").astype(dtype) for value in values] if rank == 2 else None
         dist.scatter(received, parts, src=2)
         assert received.numpy().tobytes() == bits[rank], f"scatter {dtype}"
+        collected: list[paddle.Tensor] = []
+        dist.gather(mine, collected, dst=3)
+        if rank == 3:
+            assert [part.numpy().tobytes() for part in collected] == bits, f"gather {dtype}"
 
 
 @four.case
@@ -258,7 +269,7 @@ def parts_of_a_tensor_are_sent_received_and_gathered() -> None:
     assert_equal(mine, host(whole), "gathered in place")
 
 
-# ------------------------------------------------------------------------------------ four ranks: point-to-point
+# ------------------------------------------------------------------------------------------ point-to-point
 
 
 @four.case

@@ -1,4 +1,4 @@
-"""What two ranks do in test_gloo.py: fleet's tensor-parallel layers, sharding and pipeline, against one process."""
+"""What two ranks do in test_gloo.py: fleet's layers, sharding and pipeline, against one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def host(tensor: paddle.Tensor) -> np.ndarray:
     return tensor.astype("float64").numpy()
 
 
-# --------------------------------------------------------------------- two ranks: layers of tensor parallelism
+# ------------------------------------------------------------------------------- layers of tensor parallelism
 
 
 def own_slice(array: np.ndarray, axis: int) -> np.ndarray:
@@ -178,7 +178,7 @@ def a_label_outside_the_vocabulary_is_refused() -> None:
             fleet.meta_parallel.ParallelCrossEntropy()(paddle.ones([2, 4]), paddle.to_tensor([0, label]))
 
 
-# ------------------------------------------------------------------------------ two ranks: optimizer sharding
+# ----------------------------------------------------------------------------------------- optimizer sharding
 
 
 class Net(nn.Layer):
@@ -271,7 +271,7 @@ def zero_stage_3_trains_as_one_process() -> None:
     assert_trained(net)
 
 
-# ----------------------------------------------------------------------------------- two ranks: pipeline stages
+# -------------------------------------------------------------------------------------------- pipeline stages
 
 
 class Shared(nn.Layer):

@@ -1,7 +1,7 @@
 """Start the ranks of a test as `paddle.distributed.launch` would, and let none of them outlive it.
 
-`run_ranks` is for tests. Run as a program (`python launch.py SCRIPT ARGUMENTS...`) this file is what each rank
-starts with: it ties the rank to the life of its parent, then runs the script.
+`run_ranks` is for tests. Run as a program (`python launch.py SCRIPT ARGUMENTS...`) this file is what each
+rank starts with: it ties the rank to the life of its parent, then runs the script.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> tuple
 
 
 def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
-    """None while it runs, minus the signal that ended it, or its exit code. Does not reap it, as `poll` would."""
+    """None while it runs, else its exit code or minus the signal that ended it; unlike `poll`, no reaping."""
     status = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if status is None:
         return None

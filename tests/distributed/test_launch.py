@@ -1,4 +1,4 @@
-"""What `run_ranks` promises: the launcher's environment, an error with the output, and nothing left running."""
+"""What `run_ranks` promises: the launcher's environment, an error with the output, nothing left running."""
 
 from __future__ import annotations
 

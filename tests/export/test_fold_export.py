@@ -218,8 +218,9 @@ def test_an_export_is_not_folded_again(exported: Exported, tmp_path: Path) -> No
             {"model.norm.weight": np.zeros(3, np.float32)},
             r"model\.norm\.weight has shape \[3\].*needs \[20\]",
         ),
+        ({"model.norm.weight": np.zeros(20, np.int32)}, r"model\.norm\.weight holds int32"),
     ],
-    ids=["missing", "unexpected", "wrong shape"],
+    ids=["missing", "unexpected", "wrong shape", "integers"],
 )
 def test_tensors_that_are_not_the_models_are_refused(
     tmp_path: Path, change: dict[str, np.ndarray | None], message: str

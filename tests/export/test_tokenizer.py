@@ -28,6 +28,7 @@ AWKWARD = [
     "   leading and trailing   ",
     "\n\n\tdef f(x):\r\n        return  x\n",
     "1234567890 3.14",
+    "one , two . did n't it 's ?",
     "</s><pad> <s><unk>",
     "<0x0A> <0xE2>",
     "▁a ▁▁ b▁",

@@ -168,8 +168,8 @@ def test_a_place_that_cannot_be_written_is_an_error_without_traceback(
 
 
 def test_a_kill_while_writing_leaves_no_directory_of_that_name(exported: Exported, tmp_path: Path) -> None:
-    program = f"""
-import os, signal
+    program = """
+import os, signal, sys
 from pathlib import Path
 from vha_paddle.export.fold_export import export_checkpoint
 
@@ -177,9 +177,11 @@ def progress(done, total):
     if done > total / 2:
         os.kill(os.getpid(), signal.SIGKILL)
 
-export_checkpoint(Path({str(exported.checkpoint)!r}), Path({str(tmp_path / "out")!r}), "float32", progress=progress)
+checkpoint, out = map(Path, sys.argv[1:])
+export_checkpoint(checkpoint, out, "float32", progress=progress)
 """
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False)
+    command = [sys.executable, "-c", program, str(exported.checkpoint), str(tmp_path / "out")]
+    result = subprocess.run(command, cwd=ROOT, check=False)
     assert result.returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".out.") and left.name.endswith(".tmp")

@@ -30,7 +30,9 @@ from vha_paddle.export.writer import (
 )
 from vha_paddle.fold import fold_state
 from vha_paddle.names import DecoderShape, account, check_shape, expected_tensors, to_hf
-from vha_paddle.tensor_file import TensorFile
+from vha_paddle.tensor_file import DTYPE_NAMES, TensorFile
+
+_FLOATING = ("F64", "F32", "F16", "BF16")
 
 Verify = Callable[[Path, Path], Verification]
 """From the checkpoint's path and the exported directory to the comparison of their logits."""
@@ -77,6 +79,8 @@ def open_source(checkpoint: Path, plain: bool) -> Source:
     account(tensors, expected, str(tensors.path))
     for name, entry in tensors.entries.items():
         check_shape(name, entry.shape, expected[name], str(tensors.path))
+        if DTYPE_NAMES[entry.dtype] not in _FLOATING:
+            raise UserError(f"{tensors.path}: {name} holds {entry.dtype}; the tensors must be floating point")
     tokenizer = TokenizerExport(opened.tokenizer_path)
     if tokenizer.special.vocab_size > model.vocab_size:
         raise UserError(

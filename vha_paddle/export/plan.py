@@ -42,7 +42,7 @@ class PlannedTensor:
 def decoder_shape(model: Model) -> DecoderShape:
     """The names and shapes of the recipe's model as it was trained."""
     attention = model.attention
-    has_maps = isinstance(attention, VirtualHeadAttention)
+    rank = attention.postmix_rank if isinstance(attention, VirtualHeadAttention) else 0
     return DecoderShape(
         kind=attention.kind,
         num_hidden_layers=model.num_hidden_layers,
@@ -52,8 +52,8 @@ def decoder_shape(model: Model) -> DecoderShape:
         num_attention_heads=attention.num_attention_heads,
         num_key_value_heads=attention.num_key_value_heads,
         head_dim=attention.head_dim,
-        premix=has_maps,
-        postmix_rank=attention.postmix_rank if has_maps else 0,
+        premix=isinstance(attention, VirtualHeadAttention),
+        postmix_rank=rank,
         tie_word_embeddings=model.tie_word_embeddings,
     )
 

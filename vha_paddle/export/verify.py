@@ -9,10 +9,10 @@ and nothing else. It is measured against the largest logit of the reference, and
     float16     8 u = 3.9e-3, with u = 2^-11.
 
 The factor 8 is an estimate, not a theorem: rounding moves each weight by a different amount up to u, so the
-effects add like random steps. Measured on folded models of 2 to 64 layers with random weights and maps of trained
-size: 1 to 5 u, the same in both dtypes. What the bound does show is that the fold is the right one, for the wrong
-ones (Postmix transposed, heads in the other order, norm before Premix) are off by 18 u of bfloat16 and more on
-trained maps. Whether the rounding matters to the model's use is a question for an evaluation.
+effects add like random steps. Measured on folded models of 2 to 64 layers with random weights and maps of
+trained size: 1 to 5 u, the same in both dtypes. What the bound does show is that the fold is the right one,
+for the wrong ones (Postmix transposed, heads in the other order, norm before Premix) are off by 18 u of
+bfloat16 and more on trained maps. Whether the rounding matters in use is a question for an evaluation.
 """
 
 from __future__ import annotations

@@ -197,8 +197,9 @@ def _for_every_dtype(name: str) -> Callable:
 
 
 # ----------------------------------------------------------------------------------- tensor-parallel kernels
-# c_identity, c_concat, c_softmax_with_cross_entropy: "Do not support ... for cpu kernel now". c_split has no
-# communicator, and its gradient in mp_ops gathers on axis 0 what the forward split on the last axis.
+# Paddle's CPU kernels of c_identity, c_concat, c_split and c_softmax_with_cross_entropy do no more than raise
+# "Do not support ... for cpu kernel now". The gradient of c_split in mp_ops also gathers on axis 0, on every
+# device, what the forward split on the last axis.
 
 
 def _c_identity(x: Tensor, *_: Any) -> Tensor:

@@ -253,7 +253,7 @@ def array(tensor: Tensor) -> np.ndarray:
     return memory(tensor).view(str(tensor.dtype).removeprefix("paddle.")).reshape(tensor.shape)
 
 
-# -------------------------------------------- what takes the place of ProcessGroupGloo's methods of these names
+# ------------------------------------------ what takes the place of ProcessGroupGloo's methods of these names
 
 DONE = SimpleNamespace(wait=lambda *_: True, is_completed=lambda: True, synchronize=lambda: None)
 """The task of an operation that was finished when its call returned."""
