@@ -25,11 +25,11 @@ format: $(VENV)/.installed-test
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-benchmark: $(VENV)/.installed-test
-	$(BIN)/python benchmarks/run.py
+benchmark: $(VENV)/.installed-test $(VENV)-paddleformers/.installed
+	PYTHONPATH=. $(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf $(VENV) data/quickstart runs/quickstart
+	rm -rf $(VENV) $(VENV)-paddleformers data/quickstart runs/quickstart
 
 $(VENV)/.installed: requirements.txt
 	$(PYTHON) -m venv $(VENV)
@@ -38,4 +38,10 @@ $(VENV)/.installed: requirements.txt
 
 $(VENV)/.installed-test: $(VENV)/.installed requirements-test.txt
 	$(BIN)/pip install --quiet --progress-bar off -r requirements-test.txt
+	touch $@
+
+# A peer of the benchmarks whose requirements exclude ours.
+$(VENV)-paddleformers/.installed: benchmarks/requirements-paddleformers.txt
+	$(PYTHON) -m venv $(VENV)-paddleformers
+	$(VENV)-paddleformers/bin/pip install --quiet --progress-bar off -r benchmarks/requirements-paddleformers.txt
 	touch $@

@@ -29,11 +29,7 @@ def host(tensor: paddle.Tensor) -> np.ndarray:
 
 def every_rank(shape: tuple[int, ...], dtype: str, size: int = 4) -> np.ndarray:
     """`[size, *shape]`: what each rank holds; whole numbers whose sums and products every dtype has."""
-    return (
-        np.random.default_rng(7)
-        .integers(1, 4, (size, *shape))
-        .astype("bool" if dtype == "bool" else "float64")
-    )
+    return np.random.default_rng(7).integers(1, 4, (size, *shape)).astype("bool" if dtype == "bool" else "float64")
 
 
 def to_tensor(array: np.ndarray, dtype: str) -> paddle.Tensor:
@@ -179,9 +175,7 @@ def all_to_all_of_lists_and_of_tensors_transposes_ranks() -> None:
     for dtype in (*FLOATS, "int64", "bool", "float8_e4m3fn", "complex64"):
         blocks = every_rank((4, 2, 3), dtype)  # [from, to, ...]
         mine = [to_tensor(block, "float32").astype(dtype) for block in blocks[rank]]
-        expected = [
-            to_tensor(blocks[source, rank], "float32").astype(dtype).numpy().tobytes() for source in range(4)
-        ]
+        expected = [to_tensor(blocks[source, rank], "float32").astype(dtype).numpy().tobytes() for source in range(4)]
         outs: list[paddle.Tensor] = []
         dist.alltoall(outs, mine)
         assert [out.numpy().tobytes() for out in outs] == expected, f"list {dtype}"
@@ -193,13 +187,8 @@ def all_to_all_of_lists_and_of_tensors_transposes_ranks() -> None:
 @four.case
 def all_to_all_single_takes_uneven_and_empty_parts() -> None:
     rank = dist.get_rank()
-    counts = np.array(
-        [[2, 0, 1, 3], [0, 0, 5, 1], [0, 0, 0, 0], [4, 1, 0, 2]]
-    )  # [from, to]: rank 2 sends nothing
-    rows = [
-        [np.full((counts[source, to], 3), 10 * source + to, "float32") for to in range(4)]
-        for source in range(4)
-    ]
+    counts = np.array([[2, 0, 1, 3], [0, 0, 5, 1], [0, 0, 0, 0], [4, 1, 0, 2]])  # [from, to]: rank 2 sends nothing
+    rows = [[np.full((counts[source, to], 3), 10 * source + to, "float32") for to in range(4)] for source in range(4)]
     out = paddle.empty([int(counts[:, rank].sum()), 3])
     mine = paddle.to_tensor(np.concatenate(rows[rank]))
     dist.alltoall_single(out, mine, counts[rank].tolist(), counts[:, rank].tolist())

@@ -31,9 +31,7 @@ LISTEN_SECONDS = 20.0
 PR_SET_PDEATHSIG = 1
 
 
-def run_ranks(
-    script_or_module: Path | str, world_size: int, args: Sequence[str], timeout: float = 300
-) -> None:
+def run_ranks(script_or_module: Path | str, world_size: int, args: Sequence[str], timeout: float = 300) -> None:
     """Run a script (a path) or module (a dotted name) in `world_size` processes and wait for all of them.
 
     Whatever happens, no process of theirs is left.

@@ -37,25 +37,19 @@ def run_world(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outco
             except AssertionError as error:
                 problem = str(error)
             notes = [directory / f"{name}.{rank}" for rank in range(size)]
-            passed = set.intersection(
-                *(set(note.read_text().split()) if note.exists() else set() for note in notes)
-            )
+            passed = set.intersection(*(set(note.read_text().split()) if note.exists() else set() for note in notes))
             outcomes[name] = Outcome(passed, problem)
         return outcomes[name]
 
     return run
 
 
-@pytest.mark.parametrize(
-    ("world", "case"), [(world, case) for world, ranks in WORLDS.items() for case in ranks.cases]
-)
+@pytest.mark.parametrize(("world", "case"), [(world, case) for world, ranks in WORLDS.items() for case in ranks.cases])
 def test_ranks_pass(run_world: Callable[[str], Outcome], world: str, case: str) -> None:
     outcome = run_world(world)
     if case not in outcome.passed:
         first = next(name for name in WORLDS[world].cases if name not in outcome.passed)
-        pytest.fail(
-            outcome.problem if case == first else f"not reached: {first} failed before", pytrace=False
-        )
+        pytest.fail(outcome.problem if case == first else f"not reached: {first} failed before", pytrace=False)
 
 
 @pytest.mark.parametrize("world", WORLDS)

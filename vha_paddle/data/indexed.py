@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from vha_paddle.errors import UserError
+from vha_paddle.errors import RunError, UserError
 from vha_paddle.files import fsync_directory, fsync_tree
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -153,9 +153,9 @@ def _checked_documents(
 def _build(
     bin_path: Path, idx_path: Path, documents: Iterator[np.ndarray], vocab_size: int
 ) -> tuple[int, int]:
-    """Run PaddleNLP's builder; returns the numbers of documents and of tokens."""
+    """Run PaddleNLP's builder and read the result back with its reader; returns the numbers of documents and of tokens."""
     with _quiet_import():
-        from paddlenlp.data.indexed_dataset import MMapIndexedDatasetBuilder
+        from paddlenlp.data.indexed_dataset import MMapIndexedDatasetBuilder, make_dataset
 
     dtype = np.uint16 if vocab_size < UINT16_VOCABULARY else np.int32
     builder = MMapIndexedDatasetBuilder(str(bin_path), dtype=dtype)

@@ -2,8 +2,8 @@
 
     y_n = softmax(q_n k_g^T / sqrt(H), keys up to the query's own) v_g        g = n // (N / K)
 
-The CPU form folds the G = N / K query heads of a KV head into the rows of its matrix products, row r = s * G + i,
-so keys and values are never repeated, and goes through the queries in blocks: a block that ends at position e
+The CPU form folds the G = N / K query heads of a KV head into the rows of its matrix products, row s * G + i, so
+keys and values are never repeated, and goes through the queries in blocks: a block that ends before position e
 needs the keys before e only, which skips most of the upper triangle in the products and in the softmax. Each
 thread has its own KV heads.
 """
@@ -11,8 +11,7 @@ thread has its own KV heads.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
@@ -28,32 +27,46 @@ _MASKED = -1e30  # finite, so that a masked score minus the row's maximum is nev
 _MAX_KEPT_PROBABILITIES = 1 << 26
 
 
-def _blocks(S: int, G: int) -> list[tuple[int, int]]:
-    """The query blocks [start, stop) of a sequence."""
+class _Block(NamedTuple):
+    """Queries [start, stop) of one KV head."""
+
+    start: int
+    stop: int
+    rows: slice  # of the head's S * G rows
+    kept: slice  # of the head's kept probabilities
+
+
+def _blocks(S: int, G: int) -> list[_Block]:
     step = max(1, _BLOCK_ROWS // G)
-    return [(start, min(start + step, S)) for start in range(0, S, step)]
+    blocks, size = [], 0
+    for start in range(0, S, step):
+        stop = min(start + step, S)
+        rows = slice(start * G, stop * G)
+        kept = slice(size, size + (rows.stop - rows.start) * stop)
+        blocks.append(_Block(start, stop, rows, kept))
+        size = kept.stop
+    return blocks
 
 
 @functools.lru_cache(maxsize=16)
-def _causal_tile(size: int, G: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """What to add to the scores of a block's queries on its own keys, and what to multiply them with afterwards."""
-    seen = np.repeat(np.tril(np.ones((size, size), dtype)), G, axis=0)
-    return (1 - seen) * np.asarray(_MASKED, dtype), seen
+def _causal_tile(size: int, G: int, dtype: str) -> np.ndarray:
+    """What to add to the scores of a block's queries [size * G] on the block's own keys [size]."""
+    return np.repeat(np.triu(np.full((size, size), _MASKED, dtype), 1), G, axis=0)
 
 
-def _probabilities(q_RH: Tensor, k_SH: Tensor, start: int, stop: int, G: int) -> Tensor:
-    """softmax of one query block over the keys before `stop`, exactly zero above the diagonal."""
-    p = paddle.matmul(q_RH[start * G : stop * G], k_SH[:stop], transpose_y=True)
-    own_keys = host_view(p)[:, start:]
-    added, kept = _causal_tile(stop - start, G, own_keys.dtype.str)
-    own_keys += added
-    F.softmax_(p)
-    own_keys *= kept  # Paddle's CPU softmax clips its argument at -64, so a masked key keeps a weight of 1e-28
-    return p
+def _probabilities(q_RH: Tensor, k_SH: Tensor, block: _Block, out: Tensor) -> None:
+    """softmax of one query block over the keys before its end, exactly zero above the diagonal."""
+    paddle.matmul(q_RH[block.rows], k_SH[: block.stop], transpose_y=True, out=out)
+    p = host_view(out)  # not Paddle's softmax: its CPU kernel leaves a masked key a weight of 1e-28
+    size = block.stop - block.start
+    p[:, block.start :] += _causal_tile(size, len(p) // size, p.dtype.str)
+    p -= p.max(axis=-1, keepdims=True)
+    np.exp(p, out=p)
+    p /= p.sum(axis=-1, keepdims=True)
 
 
 class _Heads:
-    """Copies between [B, S, heads, H] and one contiguous [S * G, H] per KV head and sample, index b * K + g."""
+    """Copies between [B, S, heads, H] and, at index b * K + g, one contiguous [S * G, H] per KV head."""
 
     def __init__(self, x_BSNH: Tensor, K: int) -> None:
         B, S, N, H = x_BSNH.shape
@@ -74,61 +87,65 @@ class _Heads:
 
 class _CausalAttention(PyLayer):
     @staticmethod
-    def forward(ctx, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+    def forward(ctx: Any, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
         ctx.wanted = gradients_wanted(q_BSNH, k_BSKH, v_BSKH)
         B, S, N, H = q_BSNH.shape
         K = k_BSKH.shape[2]
-        G = N // K
+        blocks = _blocks(S, N // K)
         y_BSNH = paddle.empty_like(q_BSNH)
         q, k, v, y = (_Heads(x.contiguous(), K) for x in (q_BSNH, k_BSKH, v_BSKH, y_BSNH))
-        keep = B * N * S * S // 2 <= _MAX_KEPT_PROBABILITIES
-        kept: dict[tuple[int, int], Tensor] = {}
+        keep = B * K * blocks[-1].kept.stop <= _MAX_KEPT_PROBABILITIES
+        kept = paddle.empty([B * K if keep else 0, blocks[-1].kept.stop], q_BSNH.dtype)
 
         def work(first: int, last: int) -> None:
             for i in range(first, last):
                 q_RH, k_SH, v_SH, y_RH = q.gather(i, H**-0.5), k.gather(i), v.gather(i), y.tensor[i]
-                for start, stop in _blocks(S, G):
-                    p = _probabilities(q_RH, k_SH, start, stop, G)
-                    paddle.matmul(p, v_SH[:stop], out=y_RH[start * G : stop * G])
-                    if keep:
-                        kept[i, start] = p
+                for block in blocks:
+                    p = _buffer(kept, i, block)
+                    _probabilities(q_RH, k_SH, block, out=p)
+                    paddle.matmul(p, v_SH[: block.stop], out=y_RH[block.rows])
                 y.scatter(i)
 
         for_each_share(B * K, work)
-        order = [(i, start) for i in range(B * K) for start, _ in _blocks(S, G)] if keep else []
-        ctx.save_for_backward(q.tensor, k.tensor, v.tensor, *(kept[key] for key in order))
-        ctx.order = order
-        ctx.B = B
+        ctx.save_for_backward(q.tensor, k.tensor, v.tensor, kept)
         return y_BSNH
 
     @staticmethod
-    def backward(ctx, dy_BSNH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, *probabilities = ctx.saved_tensor()
-        kept = dict(zip(ctx.order, probabilities, strict=True))
+    def backward(ctx: Any, dy_BSNH: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, kept = ctx.saved_tensor()
         B, S, N, H = dy_BSNH.shape
         K = len(k) // B
-        G = N // K
-        grads = [paddle.empty([B, S, heads, H], q.dtype) for heads in (N, K, K)]
+        blocks = _blocks(S, N // K)
+        gradients = [paddle.empty([B, S, heads, H], q.dtype) for heads in (N, K, K)]
         dy = _Heads(dy_BSNH.contiguous(), K)
-        dq, dk, dv = (_Heads(grad, K) for grad in grads)
+        dq, dk, dv = (_Heads(gradient, K) for gradient in gradients)
 
         def work(first: int, last: int) -> None:
             for i in range(first, last):
-                dy_RH, dq_RH, dk_SH, dv_SH = dy.gather(i), dq.tensor[i], dk.tensor[i], dv.tensor[i]
-                for start, stop in reversed(_blocks(S, G)):  # the last block has all keys: it fills dk and dv
-                    rows, keys = slice(start * G, stop * G), slice(0, stop)
-                    p = kept[i, start] if kept else _probabilities(q[i], k[i], start, stop, G)
-                    dp = paddle.matmul(dy_RH[rows], v[i][keys], transpose_y=True)
+                q_RH, k_SH, v_SH, dy_RH = q[i], k[i], v[i], dy.gather(i)
+                dq_RH, dk_SH, dv_SH = dq.tensor[i], dk.tensor[i], dv.tensor[i]
+                for block in reversed(blocks):  # the last block has all keys: it fills dk and dv
+                    stop, is_first = block.stop, block.stop == S
+                    p = _buffer(kept, i, block)
+                    if not len(kept):
+                        _probabilities(q_RH, k_SH, block, out=p)
+                    dp = paddle.matmul(dy_RH[block.rows], v_SH[:stop], transpose_y=True)
                     ds = paddle._C_ops.softmax_grad(p, dp, -1)
-                    paddle.matmul(ds, k[i][keys], out=dq_RH[rows])
-                    _accumulate(ds, q[i][rows], dk_SH[keys], stop == S)
-                    _accumulate(p, dy_RH[rows], dv_SH[keys], stop == S)
+                    paddle.matmul(ds, k_SH[:stop], out=dq_RH[block.rows])
+                    _accumulate(ds, q_RH[block.rows], dk_SH[:stop], is_first)
+                    _accumulate(p, dy_RH[block.rows], dv_SH[:stop], is_first)
                 dq.scatter(i, H**-0.5)
                 dk.scatter(i)  # q was scaled already
                 dv.scatter(i)
 
         for_each_share(B * K, work)
-        return only_wanted(ctx.wanted, *grads)
+        return only_wanted(ctx.wanted, *gradients)
+
+
+def _buffer(kept: Tensor, i: int, block: _Block) -> Tensor:
+    """The place [rows, keys] of a block's probabilities: in `kept`, or a new one where none are kept."""
+    shape = [block.rows.stop - block.rows.start, block.stop]
+    return kept[i, block.kept].reshape(shape) if len(kept) else paddle.empty(shape, kept.dtype)
 
 
 def _accumulate(left: Tensor, right: Tensor, total: Tensor, first: bool) -> None:

@@ -1,4 +1,4 @@
-"""Where an operation runs: the one place that tells GPU from CPU, and the three tools the CPU forms are made of.
+"""Where an operation runs: the one place that tells GPU from CPU, and what the CPU forms are made of.
 
 On a CPU Paddle computes most elementwise kernels on one thread and one pass at a time, so a chain of them is
 bound by memory. The CPU forms in this folder therefore view the tensors as numpy arrays (`host_view`), give
@@ -8,8 +8,10 @@ each thread its own rows (`for_each_share`) and run the whole chain over a block
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +26,7 @@ _TYPE_STRING = {
     paddle.int32: "<i4",
     paddle.int64: "<i8",
 }
-_BLOCK_BYTES = 1 << 19  # half a core's second-level cache: a block and its scratch stay there between passes
+_BLOCK_BYTES = 1 << 20  # small enough to stay in cache between passes, large enough to hide the calls
 _MALLOPT_TRIM_THRESHOLD, _MALLOPT_MMAP_MAX = -1, -4  # from glibc's malloc.h
 
 
@@ -44,7 +46,7 @@ def only_wanted(wanted: tuple[bool, ...], *gradients: Tensor) -> tuple[Tensor | 
 
 
 class _HostMemory:
-    """numpy's array interface over a tensor's memory; the array's `base` is this, so the tensor stays alive."""
+    """A tensor's memory for numpy; it becomes the `base` of the array, which keeps the tensor alive."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -73,48 +75,53 @@ def _openmp() -> ctypes.CDLL | None:
     return ctypes.CDLL(path) if os.path.exists(path) else None
 
 
-@functools.cache
-def _pool(num_workers: int) -> ThreadPoolExecutor:
-    """The threads beside the calling one. Each runs single-threaded kernels, so that shares do not oversubscribe."""
-    return ThreadPoolExecutor(num_workers, "ops", initializer=lambda: _openmp().omp_set_num_threads(1))
-
-
-# A forked child has none of its parent's threads; it makes its own pool when it first needs one.
-os.register_at_fork(after_in_child=_pool.cache_clear)
-
-
 def num_threads() -> int:
     """The threads of an operation: as many as Paddle's GEMM uses when called from here."""
     openmp = _openmp()
     return openmp.omp_get_max_threads() if openmp else 1
 
 
-def for_each_share(count: int, work: Callable[[int, int], None]) -> None:
-    """Split `range(count)` evenly over the threads and call `work(start, stop)` once on each, without autograd.
+def _set_num_threads(count: int) -> None:
+    """For the kernels called from the current thread; OpenMP keeps one such number per thread."""
+    openmp = _openmp()
+    if openmp:
+        openmp.omp_set_num_threads(count)
 
-    Kernels that `work` calls run on one thread. An exception of any share is raised here, after all have ended.
+
+@functools.cache
+def _pool(num_workers: int) -> ThreadPoolExecutor:
+    """The threads beside the calling one."""
+    return ThreadPoolExecutor(num_workers, "ops", initializer=_set_num_threads, initargs=(1,))
+
+
+# A forked child has none of its parent's threads; it makes its own pool when it first needs one.
+os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
+def for_each_share(count: int, work: Callable[[int, int], None]) -> None:
+    """Split `range(count)` over the threads and call `work(start, stop)` once on each, without autograd.
+
+    Kernels that `work` calls run on one thread. An exception of a share is raised here, after all have ended.
     """
-    threads = min(num_threads(), count)
+    before = num_threads()
+    threads = min(before, count)
     if threads <= 1:
-        work(0, count)
+        _without_grad(work, 0, count)
         return
     bounds = [count * i // threads for i in range(threads + 1)]
-    shares = list(zip(bounds[:-1], bounds[1:], strict=True))
-    openmp = _openmp()
-    before = num_threads()
-    pool = _pool(before - 1)
-    openmp.omp_set_num_threads(1)
+    _set_num_threads(1)
     try:
-        futures = [pool.submit(_without_grad, work, *share) for share in shares[1:]]
+        others = [
+            _pool(before - 1).submit(_without_grad, work, start, stop) for start, stop in itertools.pairwise(bounds[1:])
+        ]
         try:
-            work(*shares[0])
+            _without_grad(work, 0, bounds[1])
         finally:
-            errors = [future.exception() for future in futures]
+            concurrent.futures.wait(others)  # they write to the caller's memory
     finally:
-        openmp.omp_set_num_threads(before)
-    for error in errors:
-        if error is not None:
-            raise error
+        _set_num_threads(before)
+    for other in others:
+        other.result()
 
 
 def _without_grad(work: Callable[[int, int], None], start: int, stop: int) -> None:
@@ -124,20 +131,20 @@ def _without_grad(work: Callable[[int, int], None], start: int, stop: int) -> No
 
 
 def row_blocks(start: int, stop: int, row: np.ndarray) -> Iterator[slice]:
-    """Cut rows `start:stop` into slices of about half a megabyte; `row` is one of them."""
+    """Cut rows `start:stop` into slices of about a megabyte; `row` is one of them."""
     step = max(1, _BLOCK_BYTES // row.nbytes)
     for first in range(start, stop, step):
         yield slice(first, min(first + step, stop))
 
 
 def prepare_cpu_process() -> None:
-    """Settings of the whole process that make a CPU training step faster; a program calls it once, at its start.
+    """Settings of the whole process for fast training steps on CPU; a program calls it once, at its start.
 
     * Freed memory stays with the process. By default glibc returns every large buffer to the kernel, and the
-      page faults of getting it back cost several times the elementwise kernel that fills it. The price is that
-      the process keeps its peak memory until it ends.
-    * OpenMP workers sleep as soon as their region ends instead of spinning, which would take the cores from the
-      threads of `for_each_share`.
+      page faults of getting it back cost more than the elementwise kernel that fills it. The price is that the
+      process keeps its peak memory until it ends.
+    * OpenMP workers sleep as soon as their region ends. By default they spin for 0.2 s, which takes the cores
+      from the threads of `for_each_share`.
 
     Does nothing where the C library or the OpenMP runtime is another one.
     """

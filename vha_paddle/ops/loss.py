@@ -8,6 +8,8 @@ tensor of the logits' size would be the largest in the model.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import paddle
 from paddle import Tensor
@@ -19,7 +21,7 @@ from vha_paddle.ops.backend import for_each_share, host_view, on_gpu, row_blocks
 
 class _CrossEntropy(PyLayer):
     @staticmethod
-    def forward(ctx, logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
+    def forward(ctx: Any, logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
         logits_BSV, labels_BS = logits_BSV.contiguous(), labels_BS.contiguous()
         log_sum_BS = paddle.empty(labels_BS.shape, logits_BSV.dtype)
         loss_BS = paddle.empty_like(log_sum_BS)
@@ -40,13 +42,11 @@ class _CrossEntropy(PyLayer):
         return loss_BS
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         logits_BSV, labels_BS, log_sum_BS = ctx.saved_tensor()
         grad_logits = paddle.empty_like(logits_BSV)
         x_TV, dx_TV = _rows(logits_BSV), _rows(grad_logits)
-        label_T, log_sum_T, dloss_T = (
-            host_view(t).reshape(-1) for t in (labels_BS, log_sum_BS, grad.contiguous())
-        )
+        label_T, log_sum_T, dloss_T = (host_view(t).reshape(-1) for t in (labels_BS, log_sum_BS, grad.contiguous()))
 
         def work(start: int, stop: int) -> None:
             for rows in row_blocks(start, stop, x_TV[0]):

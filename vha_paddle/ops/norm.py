@@ -8,17 +8,26 @@ With t_d = dy_d x_d r:   dw_d = sum over rows of t_d
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import paddle
 from paddle import Tensor, nn
 from paddle.autograd import PyLayer
 
-from vha_paddle.ops.backend import for_each_share, gradients_wanted, host_view, on_gpu, only_wanted, row_blocks
+from vha_paddle.ops.backend import (
+    for_each_share,
+    gradients_wanted,
+    host_view,
+    on_gpu,
+    only_wanted,
+    row_blocks,
+)
 
 
 class _RMSNorm(PyLayer):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.wanted = gradients_wanted(x, weight)
         x = x.contiguous()
         width = x.shape[-1]
@@ -43,7 +52,7 @@ class _RMSNorm(PyLayer):
         return out
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensor()
         width = x.shape[-1]
         grad_x = paddle.empty_like(x)

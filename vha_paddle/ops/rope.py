@@ -1,10 +1,12 @@
 """Rotary position embedding, in Hugging Face's half-split convention.
 
 Channel c of the first half and channel c + H/2 of the second are the two coordinates of one plane, turned at
-position s by the angle s * theta^(-2c/H). The turn is orthogonal, so its backward is the turn by minus the angle.
+position s by the angle s * theta^(-2c/H). A turn is orthogonal, so its backward is the turn by minus the angle.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import paddle
@@ -33,18 +35,18 @@ def _rotate(x: Tensor, cos_SH: Tensor, sin_SH: Tensor, sign: int) -> Tensor:
     half = H // 2
     out = paddle.empty_like(x)
     x_RNH, y_RNH = (host_view(t).reshape(B * S, N, H) for t in (x, out))
-    cos_S1h, sin_S1h = (host_view(t)[:, None, :half] for t in (cos_SH, sin_SH))
+    cos_S1H, sin_S1h = host_view(cos_SH)[:, None], host_view(sin_SH)[:, None, :half]
 
     def work(start: int, stop: int) -> None:
         for rows in row_blocks(start, stop, x_RNH[0]):
             positions = np.arange(rows.start, rows.stop) % S
-            cos, sin = cos_S1h[positions], sin_S1h[positions] * sign
+            cos, sin = cos_S1H[positions], sin_S1h[positions] * sign
             x, y = x_RNH[rows], y_RNH[rows]
-            first, second = x[..., :half], x[..., half:]
-            np.multiply(first, cos, out=y[..., :half])
-            y[..., :half] -= second * sin
-            np.multiply(second, cos, out=y[..., half:])
-            y[..., half:] += first * sin
+            np.multiply(x, cos, out=y)
+            t = x[..., half:] * sin
+            y[..., :half] -= t
+            np.multiply(x[..., :half], sin, out=t)
+            y[..., half:] += t
 
     for_each_share(B * S, work)
     return out
@@ -52,13 +54,14 @@ def _rotate(x: Tensor, cos_SH: Tensor, sin_SH: Tensor, sign: int) -> Tensor:
 
 class _Rope(PyLayer):
     @staticmethod
-    def forward(ctx, x: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
         ctx.save_for_backward(cos_SH, sin_SH)
         return _rotate(x, cos_SH, sin_SH, 1)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _rotate(grad, *ctx.saved_tensor(), -1), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos_SH, sin_SH = ctx.saved_tensor()
+        return _rotate(grad, cos_SH, sin_SH, -1), None, None
 
 
 def _rotate_with_paddle(x: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:

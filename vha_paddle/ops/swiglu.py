@@ -1,30 +1,39 @@
 """SwiGLU's elementwise part, one operation with its own backward.
 
-    s = sigmoid(g)      y = g s u      du = dy g s      dg = dy u (s + g s (1 - s))
+s = sigmoid(g)      y = g s u      du = dy g s      dg = dy u (s + g s (1 - s))
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from vha_paddle.ops.backend import for_each_share, gradients_wanted, host_view, on_gpu, only_wanted, row_blocks
+from vha_paddle.ops.backend import (
+    for_each_share,
+    gradients_wanted,
+    host_view,
+    on_gpu,
+    only_wanted,
+    row_blocks,
+)
 
 
-def _sigmoid(g: np.ndarray) -> np.ndarray:
-    """Exact at both ends: exp overflows to infinity for very negative g, whose reciprocal is the right 0."""
-    s = np.negative(g)
+def _one_over_sigmoid(g: np.ndarray) -> np.ndarray:
+    """1 + exp(-g). For very negative g it overflows to infinity, and what is divided by it to the right 0."""
+    t = np.negative(g)
     with np.errstate(over="ignore"):
-        np.exp(s, out=s)
-    s += 1
-    return np.reciprocal(s, out=s)
+        np.exp(t, out=t)
+    t += 1
+    return t
 
 
 class _Swiglu(PyLayer):
     @staticmethod
-    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.wanted = gradients_wanted(gate, up)
         gate, up = gate.contiguous(), up.contiguous()
         out = paddle.empty_like(gate)
@@ -33,7 +42,7 @@ class _Swiglu(PyLayer):
         def work(start: int, stop: int) -> None:
             for rows in row_blocks(start, stop, g_RF[0]):
                 y = y_RF[rows]
-                np.multiply(g_RF[rows], _sigmoid(g_RF[rows]), out=y)
+                np.divide(g_RF[rows], _one_over_sigmoid(g_RF[rows]), out=y)
                 y *= u_RF[rows]
 
         for_each_share(len(g_RF), work)
@@ -41,7 +50,7 @@ class _Swiglu(PyLayer):
         return out
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensor()
         grad_gate, grad_up = paddle.empty_like(gate), paddle.empty_like(up)
         g_RF, u_RF, dy_RF, dg_RF, du_RF = map(_rows, (gate, up, grad.contiguous(), grad_gate, grad_up))
@@ -49,7 +58,8 @@ class _Swiglu(PyLayer):
         def work(start: int, stop: int) -> None:
             for rows in row_blocks(start, stop, g_RF[0]):
                 dy, dg, du = dy_RF[rows], dg_RF[rows], du_RF[rows]
-                s = _sigmoid(g_RF[rows])
+                s = _one_over_sigmoid(g_RF[rows])
+                np.reciprocal(s, out=s)
                 silu = g_RF[rows] * s
                 np.multiply(dy, silu, out=du)
                 np.subtract(1, s, out=dg)

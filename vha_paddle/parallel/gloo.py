@@ -139,9 +139,7 @@ def _reduce_in_steps(tensor: Tensor, op: Any, group: Any, reduce: Callable, has_
     return DONE
 
 
-def _reduce_scatter_tensor(
-    group: Any, out: Tensor, tensor: Tensor, op: Any = _SUM, sync_op: bool = True
-) -> Any:
+def _reduce_scatter_tensor(group: Any, out: Tensor, tensor: Tensor, op: Any = _SUM, sync_op: bool = True) -> Any:
     """Not in Gloo. `out` may be this rank's chunk of `tensor`, as in fleet's sharding.
 
     Ranks exchange chunks and each reduces its own, in a third of the time of an all-reduce of the whole.
@@ -168,16 +166,12 @@ def _reduce_scatter_tensor(
     return DONE
 
 
-def _reduce_scatter(
-    group: Any, out: Tensor, tensors: Sequence[Tensor], op: Any = _SUM, sync_op: bool = True
-) -> Any:
+def _reduce_scatter(group: Any, out: Tensor, tensors: Sequence[Tensor], op: Any = _SUM, sync_op: bool = True) -> Any:
     """Not in Gloo: a list, one tensor for each rank."""
     return _reduce_scatter_tensor(group, out, paddle.stack(list(tensors)), op)
 
 
-def _all_gather_partial(
-    group: Any, out: Tensor, tensor: Tensor, count: int, index: int, sync_op: bool = True
-) -> Any:
+def _all_gather_partial(group: Any, out: Tensor, tensor: Tensor, count: int, index: int, sync_op: bool = True) -> Any:
     """Not in Gloo: rank i gives part i of what all shall hold; a pipeline passes `out` as `tensor` too."""
     part = paddle.empty([tensor.size // count], tensor.dtype)
     np.copyto(memory(part), np.split(memory(tensor.contiguous()), count)[index])
@@ -204,6 +198,20 @@ def _for_every_dtype(name: str) -> Callable:
 
 def _c_identity(x: Tensor, *_: Any) -> Tensor:
     return x.clone()
+
+
+def _c_embedding(table: Tensor, ids: Tensor, start: int = 0, *rest: int, kernel: Callable) -> Tensor:
+    """Rows of this rank's part of a table, zeros for ids that other parts hold.
+
+    The gradient of Paddle's kernel clears 4 bytes for each element, whatever its dtype: the second half of a
+    float64 gradient starts from what the memory held before.
+    """
+    if table.dtype == paddle.float32:
+        return kernel(table, ids, start, *rest)
+    row = ids - start
+    held = paddle.logical_and(row >= 0, row < table.shape[0])
+    rows = paddle.nn.functional.embedding(paddle.where(held, row, paddle.zeros_like(row)), table)
+    return rows * held.unsqueeze(-1).astype(table.dtype)
 
 
 def _c_concat(x: Tensor, rank: int, nranks: int, ring_id: int, *_: Any) -> Tensor:
@@ -352,9 +360,7 @@ def group_sharded_classes() -> tuple[type, type, type]:
     # with convert_gpu a parameter is copied by .cpu(), on CPU an alias, and then its memory is freed
     storage = group_sharded_storage.ParamStorage
     add = storage.add_rank_params
-    storage.add_rank_params = lambda self, parameters, align, convert_gpu=True: add(
-        self, parameters, align, False
-    )
+    storage.add_rank_params = lambda self, parameters, align, convert_gpu=True: add(self, parameters, align, False)
     return (
         group_sharded_optimizer_stage2.GroupShardedOptimizerStage2,
         group_sharded_stage2.GroupShardedStage2,
@@ -433,6 +439,7 @@ def _patch_fleet() -> None:
     from paddle.distributed.fleet.utils import tensor_fusion_helper
 
     paddle._C_ops.c_identity = paddle._legacy_C_ops.c_identity = _c_identity
+    paddle._C_ops.c_embedding = functools.partial(_c_embedding, kernel=paddle._C_ops.c_embedding)
     paddle._C_ops.c_concat = _c_concat
     mp_ops.c_split_eager = _SplitLastAxis
     mp_ops._c_softmax_with_cross_entropy = _c_softmax_with_cross_entropy

@@ -80,9 +80,7 @@ class Channels:
         threading.Thread(target=self._accept, name="channels", daemon=True).start()
         atexit.register(self._flush)
 
-    def send(
-        self, group: int, source: int, destination: int, message: np.ndarray, address: Callable[[], str]
-    ) -> None:
+    def send(self, group: int, source: int, destination: int, message: np.ndarray, address: Callable[[], str]) -> None:
         """Queue flat uint8 bytes for rank `destination` of a group in which this process is rank `source`.
 
         `message` must not change any more. `address` gives the peer's; only the first message calls it.
@@ -229,9 +227,7 @@ class _Memory:
 
     def __init__(self, tensor: Tensor) -> None:
         if not tensor.is_contiguous():
-            raise ValueError(
-                f"a tensor of shape {list(tensor.shape)} must be contiguous for ranks to write to it"
-            )
+            raise ValueError(f"a tensor of shape {list(tensor.shape)} must be contiguous for ranks to write to it")
         self.tensor = tensor
         size = tensor.size * tensor.element_size()
         address = tensor.data_ptr() if size else np.empty(0).ctypes.data
@@ -280,9 +276,7 @@ def send_partial(group: Any, tensor: Tensor, peer: int, count: int, index: int, 
     return DONE
 
 
-def receive_partial(
-    group: Any, tensor: Tensor, peer: int, count: int, index: int, sync_op: bool = True
-) -> Any:
+def receive_partial(group: Any, tensor: Tensor, peer: int, count: int, index: int, sync_op: bool = True) -> Any:
     """Part `index` of `count`; the rest of `tensor` is left as it is. Not in Gloo."""
     members[group].receive_in_batch(peer, np.split(memory(tensor), count)[index])
     return DONE
@@ -300,9 +294,7 @@ def end_coalescing(group: Any, tasks: Any = None) -> None:
 
 def all_to_all(group: Any, outs: Sequence[Tensor], tensors: Sequence[Tensor], sync_op: bool = True) -> Any:
     """Tensor i goes to rank i. Sizes may differ and be 0. Not in Gloo."""
-    members[group].exchange(
-        [memory(out) for out in outs], [memory(tensor.contiguous()) for tensor in tensors]
-    )
+    members[group].exchange([memory(out) for out in outs], [memory(tensor.contiguous()) for tensor in tensors])
     return DONE
 
 
