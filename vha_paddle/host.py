@@ -20,8 +20,8 @@ def prepare_process() -> None:
 def set_compute_threads() -> int:
     """Give this process its share of the cores and settle its memory; returns the number of threads.
 
-    Call after `import paddle`. Paddle computes on one thread unless told otherwise; several ranks on one machine must not each take all cores.
-    A number of threads that the user chose through OMP_NUM_THREADS is kept.
+    Call after `import paddle`. Paddle computes on one thread unless told otherwise; several ranks on one machine
+    must not each take all cores. A number of threads that the user chose through OMP_NUM_THREADS is kept.
     """
     import paddle.distributed as dist
     import threadpoolctl

@@ -153,7 +153,7 @@ def _checked_documents(
 def _build(
     bin_path: Path, idx_path: Path, documents: Iterator[np.ndarray], vocab_size: int
 ) -> tuple[int, int]:
-    """Run PaddleNLP's builder and read the result back with its reader; returns the numbers of documents and of tokens."""
+    """Run PaddleNLP's builder, then its reader on the result; returns the numbers of documents and of tokens."""
     with _quiet_import():
         from paddlenlp.data.indexed_dataset import MMapIndexedDatasetBuilder, make_dataset
 
@@ -168,6 +168,13 @@ def _build(
     if num_documents:
         with contextlib.redirect_stdout(None):  # it prints statistics; stdout is the tool's own result
             builder.finalize(str(idx_path))
+            written = make_dataset(str(bin_path.with_suffix("")), "mmap", skip_warmup=True)
+        found = (len(written), int(written.sizes.sum()))
+        if found != (num_documents, num_tokens):
+            raise RunError(
+                f"{bin_path}: PaddleNLP reads back {found[0]} documents of {found[1]} tokens, "
+                f"{num_documents} of {num_tokens} were written; prepare the data again"
+            )
     return num_documents, num_tokens
 
 

@@ -92,7 +92,8 @@ class Trainer:
         recipe, mesh = self.recipe, self.mesh
         ceiling = measured_gemm_rate(recipe.precision.compute) * mesh.num_ranks
         # causal: MFU counts only the scores that the mask keeps
-        flops_per_token = training_flops(recipe.model, FlopRule(sequence_length=recipe.data.sequence_length, causal=True))
+        rule = FlopRule(sequence_length=recipe.data.sequence_length, causal=True)
+        flops_per_token = training_flops(recipe.model, rule)
         log = console = wandb = None
         if mesh.is_main:
             write_resolved_recipe(recipe, self.output)
