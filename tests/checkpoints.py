@@ -94,9 +94,7 @@ def small_tokenizer(vocab_size: int = 320) -> bytes:
         return train_sentencepiece([prose * 3, code * 3], vocab_size, path).model_bytes
 
 
-def write_checkpoint(
-    path: Path, recipe: Recipe, weights: Mapping[str, np.ndarray], tokenizer_model: bytes
-) -> Path:
+def write_checkpoint(path: Path, recipe: Recipe, weights: Mapping[str, np.ndarray], tokenizer_model: bytes) -> Path:
     """Write `path` as a complete checkpoint holding `weights` as they are, right or wrong for the recipe."""
     path.mkdir(parents=True)
     tensors = {name: (array.dtype, array.shape) for name, array in weights.items()}

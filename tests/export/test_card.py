@@ -52,9 +52,7 @@ def test_the_card_names_source_fold_and_cache(card: str, exported: Exported) -> 
         assert fact in card, fact
 
 
-def test_the_recipe_in_the_card_is_the_one_that_was_trained(
-    card: str, exported: Exported, tmp_path: Any
-) -> None:
+def test_the_recipe_in_the_card_is_the_one_that_was_trained(card: str, exported: Exported, tmp_path: Any) -> None:
     (tmp_path / "recipe.yaml").write_text(card.split("```yaml\n")[1].split("```")[0])
     assert load_recipe(tmp_path / "recipe.yaml") == exported.recipe
 

@@ -43,9 +43,7 @@ def test_a_fold_and_a_plain_model_of_its_sizes_have_one_config(config: dict[str,
 def test_no_key_of_transformers_is_left_to_its_default(exported: Exported) -> None:
     written = json.loads((exported.directory / "config.json").read_text())
     read = AutoConfig.from_pretrained(exported.directory)
-    differing = {
-        key for key, value in read.to_diff_dict().items() if key in written and written[key] != value
-    }
+    differing = {key for key, value in read.to_diff_dict().items() if key in written and written[key] != value}
     assert differing <= {"dtype", "torch_dtype"}, differing
     expected = {"hidden_size": 20, "intermediate_size": 28, "rope_theta": 3e4, "rms_norm_eps": 1e-6}
     expected |= {"max_position_embeddings": 64, "tie_word_embeddings": True, "vocab_size": 330}

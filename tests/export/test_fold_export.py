@@ -32,7 +32,7 @@ from tests.tolerances import FLOAT32, assert_close
 from vha_paddle.checkpoint import layout
 from vha_paddle.config import Recipe
 from vha_paddle.errors import UserError
-from vha_paddle.export.fold_export import describe_report, export_checkpoint
+from vha_paddle.export.fold_export import describe_report, export_checkpoint, open_source
 from vha_paddle.tensor_file import read_tensors
 
 CASES = {
@@ -169,9 +169,7 @@ def test_plain_weights_are_checked_like_folded_ones(tmp_path: Path, value: float
 def test_the_newest_checkpoint_of_a_run_is_taken(exported: Exported, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(exported.checkpoint, run / "checkpoints" / "step-00000007")
-    write_checkpoint(
-        run / "checkpoints" / "step-00000009", exported.recipe, exported.weights, small_tokenizer()
-    )
+    write_checkpoint(run / "checkpoints" / "step-00000009", exported.recipe, exported.weights, small_tokenizer())
     assert export_checkpoint(run, tmp_path / "out", "float32")["source"]["checkpoint"] == "step-00000009"
 
 
@@ -228,6 +226,8 @@ def test_tensors_that_are_not_the_models_are_refused(
     recipe = small_recipe(SMALL_VHA)
     weights = {name: array for name, array in (trained_weights(recipe) | change).items() if array is not None}
     checkpoint = write_checkpoint(tmp_path / "checkpoint", recipe, weights, small_tokenizer())
+    with pytest.raises(UserError, match=message):
+        open_source(checkpoint, plain=False)  # what a dry run does: no weight has been read
     with pytest.raises(UserError, match=message):
         export_checkpoint(checkpoint, tmp_path / "out", "float32")
     assert not (tmp_path / "out").exists()

@@ -63,9 +63,7 @@ def test_a_dry_run_lists_every_tensor_and_writes_nothing(exported: Exported, tmp
 def test_a_dry_run_in_json_adds_up_to_the_export(exported: Exported, tmp_path: Path) -> None:
     rows = json.loads(run(exported.checkpoint, tmp_path / "out", "--dry-run", "--json").stdout)
     assert sum(row["bytes"] for row in rows) == exported.report["bytes"]
-    assert {row["name"]: row["sources"] for row in rows if len(row["sources"]) > 1} == exported.report[
-        "folded"
-    ]
+    assert {row["name"]: row["sources"] for row in rows if len(row["sources"]) > 1} == exported.report["folded"]
 
 
 def test_a_verified_export_succeeds_and_prints_the_figure(exported: Exported, tmp_path: Path) -> None:
@@ -86,9 +84,7 @@ def test_a_failed_verification_exits_1_and_leaves_nothing(exported: Exported, tm
 
 @pytest.mark.parametrize("flags", [[], ["--dry-run"]])
 @pytest.mark.parametrize("case", ["no checkpoint", "output exists", "folded already", "nothing to fold"])
-def test_wrong_input_exits_2_with_one_line(
-    exported: Exported, tmp_path: Path, case: str, flags: list[str]
-) -> None:
+def test_wrong_input_exits_2_with_one_line(exported: Exported, tmp_path: Path, case: str, flags: list[str]) -> None:
     recipe = small_recipe(SMALL_GROUPED)
     paths = {
         "no checkpoint": (tmp_path / "absent", tmp_path / "out"),

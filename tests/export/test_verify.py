@@ -113,9 +113,7 @@ def test_logits_that_are_not_finite_are_an_error(broken: str) -> None:
 
 def test_logits_of_different_shapes_are_an_error() -> None:
     with pytest.raises(RunError, match=r"logits \[1, 1, 3\], the checkpoint's \[1, 1, 2\]"):
-        verify_logits(
-            lambda _: np.zeros((1, 1, 2)), lambda _: np.zeros((1, 1, 3)), np.zeros((1, 1), int), "float32"
-        )
+        verify_logits(lambda _: np.zeros((1, 1, 2)), lambda _: np.zeros((1, 1, 3)), np.zeros((1, 1), int), "float32")
 
 
 def test_tokens_stay_within_vocabulary_and_length() -> None:

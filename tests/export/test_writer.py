@@ -59,9 +59,7 @@ def test_overwriting_what_is_no_export_is_refused(exported: Exported, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["file", "link"])
-def test_a_file_or_a_link_in_the_place_of_the_output_is_refused(
-    exported: Exported, tmp_path: Path, kind: str
-) -> None:
+def test_a_file_or_a_link_in_the_place_of_the_output_is_refused(exported: Exported, tmp_path: Path, kind: str) -> None:
     out = tmp_path / "out"
     if kind == "file":
         out.write_text("mine")
@@ -76,9 +74,7 @@ def test_an_empty_directory_is_filled(exported: Exported, tmp_path: Path) -> Non
     assert (tmp_path / "model.safetensors").is_file()
 
 
-def test_overwriting_replaces_the_export_and_leaves_nothing_beside_it(
-    exported: Exported, tmp_path: Path
-) -> None:
+def test_overwriting_replaces_the_export_and_leaves_nothing_beside_it(exported: Exported, tmp_path: Path) -> None:
     out = tmp_path / "out"
     export_checkpoint(exported.checkpoint, out, "float32", max_shard_bytes=20_000)
     export_checkpoint(exported.checkpoint, out, "float32", overwrite=True)
@@ -121,9 +117,7 @@ def test_the_earlier_export_comes_back_when_the_exchange_fails(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_verification_sees_the_finished_files_before_they_have_their_name(
-    exported: Exported, tmp_path: Path
-) -> None:
+def test_verification_sees_the_finished_files_before_they_have_their_name(exported: Exported, tmp_path: Path) -> None:
     out, seen = tmp_path / "out", []
 
     def verify(checkpoint: Path, directory: Path) -> Verification:
@@ -141,9 +135,7 @@ def test_verification_sees_the_finished_files_before_they_have_their_name(
 
 def test_nothing_is_left_when_verification_exceeds_its_bound(exported: Exported, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"differ by 2\.00e-05 of the largest.*float32 is 1\.0e-05"):
-        export_checkpoint(
-            exported.checkpoint, tmp_path / "out", "float32", verify=lambda *paths: verification(2e-5)
-        )
+        export_checkpoint(exported.checkpoint, tmp_path / "out", "float32", verify=lambda *paths: verification(2e-5))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -159,9 +151,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_written_is_an_error_without_traceback(
-    exported: Exported, tmp_path: Path
-) -> None:
+def test_a_place_that_cannot_be_written_is_an_error_without_traceback(exported: Exported, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="cannot be written"):
         export_checkpoint(exported.checkpoint, tmp_path / "file" / "out", "float32")
@@ -197,12 +187,12 @@ def test_progress_counts_every_byte(exported: Exported, tmp_path: Path) -> None:
 
 
 def test_shards_are_filled_in_order_and_only_a_large_tensor_exceeds_the_limit() -> None:
-    planned = [tensor("a", 10), tensor("b", 10), tensor("c", 100), tensor("d", 5)]
+    planned = [tensor("a", 10), tensor("b", 10), tensor("c", 100), tensor("d", 5), tensor("e", 5)]
     names = {file: [each.name for each in shard] for file, shard in split_into_shards(planned, 80).items()}
     assert names == {
         "model-00001-of-00003.safetensors": ["a", "b"],
         "model-00002-of-00003.safetensors": ["c"],
-        "model-00003-of-00003.safetensors": ["d"],
+        "model-00003-of-00003.safetensors": ["d", "e"],
     }
 
 
@@ -232,9 +222,7 @@ def test_a_stream_that_is_not_the_plan_is_refused(exported: Exported, tmp_path: 
 
 
 def test_the_plan_names_what_is_folded_into_each_tensor() -> None:
-    planned = {
-        each.name: each for each in plan_export(decoder_shape(small_recipe(SMALL_VHA).model), "bfloat16")
-    }
+    planned = {each.name: each for each in plan_export(decoder_shape(small_recipe(SMALL_VHA).model), "bfloat16")}
     prefix = "model.layers.1.self_attn."
     query, output = planned[f"{prefix}q_proj.weight"], planned[f"{prefix}o_proj.weight"]
     assert query.sources == (f"{prefix}q_proj.weight", f"{prefix}premix")

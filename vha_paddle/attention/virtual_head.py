@@ -96,9 +96,9 @@ class SelfAttentionVHA(nn.Layer):
         """Every physical head through every group's matrix, in group-major order."""
         batch, sequence, num_physical, head_dim = q_BSPH.shape
         rows = q_BSPH.reshape([1, batch * sequence * num_physical, head_dim])
-        mixed = paddle.matmul(rows, self.premix)  # [K, B*S*P, H]
-        q_KBSPH = mixed.reshape([-1, batch, sequence, num_physical, head_dim])
-        return q_KBSPH.transpose([1, 2, 0, 3, 4]).reshape([batch, sequence, -1, head_dim])
+        # one product per group; swapping whole tokens' rows of P*H is much cheaper on CPU than swapping heads
+        q_KTX = paddle.matmul(rows, self.premix).reshape([-1, batch * sequence, num_physical * head_dim])
+        return q_KTX.transpose([1, 0, 2]).reshape([batch, sequence, -1, head_dim])
 
     def _postmix(self, y_BSNH: paddle.Tensor) -> paddle.Tensor:
         """y + B (A^T y) on the head axis; A^T y is summed over the tensor ranks' heads."""

@@ -147,9 +147,7 @@ def describe_report(report: dict[str, Any], out: Path) -> str:
     figures = report["verification"]
     if figures is None:
         return f"{line}; logits not compared (--verify)"
-    return (
-        f"{line}\nlogits differ by {figures['relative']:.2e} of the largest, allowed {figures['bound']:.1e}"
-    )
+    return f"{line}\nlogits differ by {figures['relative']:.2e} of the largest, allowed {figures['bound']:.1e}"
 
 
 class _State(Mapping[str, np.ndarray]):

@@ -56,9 +56,7 @@ class TokenizerExport:
         vocabulary = {_with_spaces(piece.piece): token_id for token_id, piece in enumerate(self._pieces)}
         names = self._special_names()
         fast = tokenizers.Tokenizer(
-            models.BPE(
-                vocabulary, self._merges, unk_token=names["unk_token"], fuse_unk=True, byte_fallback=True
-            )
+            models.BPE(vocabulary, self._merges, unk_token=names["unk_token"], fuse_unk=True, byte_fallback=True)
         )
         fast.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
         special = [piece.piece for piece in self._pieces if piece.type in _SPECIAL]

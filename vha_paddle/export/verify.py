@@ -61,9 +61,7 @@ def random_tokens(vocab_size: int, max_length: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, vocab_size, (2, min(128, max_length)))
 
 
-def verify_logits(
-    reference: Logits, exported: Logits, tokens_BS: np.ndarray, dtype: ExportDtype
-) -> Verification:
+def verify_logits(reference: Logits, exported: Logits, tokens_BS: np.ndarray, dtype: ExportDtype) -> Verification:
     """Compare the two models on `tokens_BS`; the caller decides what a breach means.
 
     Raises:
@@ -72,9 +70,7 @@ def verify_logits(
     expected_BSV = np.asarray(reference(tokens_BS), np.float64)
     actual_BSV = np.asarray(exported(tokens_BS), np.float64)
     if expected_BSV.shape != actual_BSV.shape:
-        raise RunError(
-            f"verification: logits {list(actual_BSV.shape)}, the checkpoint's {list(expected_BSV.shape)}"
-        )
+        raise RunError(f"verification: logits {list(actual_BSV.shape)}, the checkpoint's {list(expected_BSV.shape)}")
     if not (np.isfinite(expected_BSV).all() and np.isfinite(actual_BSV).all()):
         raise RunError("verification: logits that are not finite; the weights or the tokens are broken")
     difference_BSV = np.abs(actual_BSV - expected_BSV)

@@ -70,9 +70,7 @@ def write_hf_model(
         write_json(directory / "model.safetensors.index.json", index)
 
 
-def split_into_shards(
-    planned: Sequence[PlannedTensor], max_shard_bytes: int
-) -> dict[str, list[PlannedTensor]]:
+def split_into_shards(planned: Sequence[PlannedTensor], max_shard_bytes: int) -> dict[str, list[PlannedTensor]]:
     """File name to its tensors, in order; a file exceeds the limit only where one tensor does."""
     shards: list[list[PlannedTensor]] = [[]]
     size = 0
@@ -88,9 +86,7 @@ def split_into_shards(
     return {f"model-{i:05d}-of-{count:05d}.safetensors": shard for i, shard in enumerate(shards, start=1)}
 
 
-def _write_shard(
-    path: Path, shard: Sequence[PlannedTensor], stream: Iterator[tuple[str, np.ndarray]]
-) -> Iterator[int]:
+def _write_shard(path: Path, shard: Sequence[PlannedTensor], stream: Iterator[tuple[str, np.ndarray]]) -> Iterator[int]:
     """Write one file from the next tensors of `stream`; gives the bytes of each once it is in place."""
     layout = {tensor.name: (NUMPY_DTYPES[tensor.dtype], tensor.shape) for tensor in shard}
     create_tensors(path, layout, {"format": "pt"})  # transformers 4 asks for this word

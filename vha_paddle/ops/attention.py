@@ -94,7 +94,7 @@ class _CausalAttention(PyLayer):
         blocks = _blocks(S, N // K)
         y_BSNH = paddle.empty_like(q_BSNH)
         q, k, v, y = (_Heads(x.contiguous(), K) for x in (q_BSNH, k_BSKH, v_BSKH, y_BSNH))
-        keep = B * K * blocks[-1].kept.stop <= _MAX_KEPT_PROBABILITIES
+        keep = any(ctx.wanted) and B * K * blocks[-1].kept.stop <= _MAX_KEPT_PROBABILITIES
         kept = paddle.empty([B * K if keep else 0, blocks[-1].kept.stop], q_BSNH.dtype)
 
         def work(first: int, last: int) -> None:

@@ -1,9 +1,10 @@
 """Cross-entropy over the vocabulary, one operation with its own backward.
 
-    loss = log sum_v exp(x_v) - x_label        dx_v = dloss (softmax(x)_v - [v = label])
+    e_v = exp(x_v - max x)      loss = log sum_v e_v + max x - x_label
+    dx_v = dloss (e_v / sum e - [v = label])
 
-Only the logits and one number per token are kept for backward: with a vocabulary of 150 thousand, one more
-tensor of the logits' size would be the largest in the model.
+With a vocabulary of 150 thousand these are the largest tensors of a model. Forward keeps e alone, not the
+logits, and backward turns it into the gradient in place.
 """
 
 from __future__ import annotations
@@ -23,41 +24,43 @@ class _CrossEntropy(PyLayer):
     @staticmethod
     def forward(ctx: Any, logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
         logits_BSV, labels_BS = logits_BSV.contiguous(), labels_BS.contiguous()
-        log_sum_BS = paddle.empty(labels_BS.shape, logits_BSV.dtype)
-        loss_BS = paddle.empty_like(log_sum_BS)
-        x_TV, label_T = _rows(logits_BSV), host_view(labels_BS).reshape(-1)
-        log_sum_T, loss_T = (host_view(t).reshape(-1) for t in (log_sum_BS, loss_BS))
+        x_TV, label_T = _rows(logits_BSV), host_view(labels_BS).reshape(-1).copy()
+        loss_BS = paddle.empty(labels_BS.shape, logits_BSV.dtype)
+        loss_T = host_view(loss_BS).reshape(-1)
+        sum_T = np.empty_like(loss_T)
+        exponentials_BSV = None if logits_BSV.stop_gradient else paddle.empty_like(logits_BSV)
+        e_TV = None if exponentials_BSV is None else _rows(exponentials_BSV)
 
         def work(start: int, stop: int) -> None:
             for rows in row_blocks(start, stop, x_TV[0]):
                 x = x_TV[rows]
+                e = np.empty_like(x) if e_TV is None else e_TV[rows]
                 largest = x.max(axis=-1)
-                shifted = x - largest[:, None]
-                np.exp(shifted, out=shifted)
-                log_sum_T[rows] = largest + np.log(shifted.sum(axis=-1))
-                loss_T[rows] = log_sum_T[rows] - x[np.arange(len(x)), label_T[rows]]
+                np.subtract(x, largest[:, None], out=e)
+                np.exp(e, out=e)
+                sum_T[rows] = e.sum(axis=-1)
+                loss_T[rows] = np.log(sum_T[rows]) + largest - x[np.arange(len(x)), label_T[rows]]
 
         for_each_share(len(x_TV), work)
-        ctx.save_for_backward(logits_BSV, labels_BS, log_sum_BS)
+        ctx.exponentials_BSV, ctx.sum_T, ctx.label_T = exponentials_BSV, sum_T, label_T
         return loss_BS
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        logits_BSV, labels_BS, log_sum_BS = ctx.saved_tensor()
-        grad_logits = paddle.empty_like(logits_BSV)
-        x_TV, dx_TV = _rows(logits_BSV), _rows(grad_logits)
-        label_T, log_sum_T, dloss_T = (host_view(t).reshape(-1) for t in (labels_BS, log_sum_BS, grad.contiguous()))
+        gradient_BSV, ctx.exponentials_BSV = ctx.exponentials_BSV, None
+        if gradient_BSV is None:
+            raise RuntimeError("the exponentials became the gradient: backward runs once")
+        e_TV, label_T = _rows(gradient_BSV), ctx.label_T
+        dloss_T = host_view(grad.contiguous()).reshape(-1)
 
         def work(start: int, stop: int) -> None:
-            for rows in row_blocks(start, stop, x_TV[0]):
-                dx, dloss = dx_TV[rows], dloss_T[rows]
-                np.subtract(x_TV[rows], log_sum_T[rows, None], out=dx)
-                np.exp(dx, out=dx)
-                dx *= dloss[:, None]
-                dx[np.arange(len(dx)), label_T[rows]] -= dloss
+            for rows in row_blocks(start, stop, e_TV[0]):
+                e, dloss = e_TV[rows], dloss_T[rows]
+                e *= (dloss / ctx.sum_T[rows])[:, None]
+                e[np.arange(len(e)), label_T[rows]] -= dloss
 
-        for_each_share(len(x_TV), work)
-        return grad_logits, None
+        for_each_share(len(e_TV), work)
+        return gradient_BSV, None
 
 
 def _rows(x: Tensor) -> np.ndarray:

@@ -29,7 +29,7 @@ class _RMSNorm(PyLayer):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.wanted = gradients_wanted(x, weight)
-        x = x.contiguous()
+        x, weight = x.contiguous(), weight.contiguous()
         width = x.shape[-1]
         out = paddle.empty_like(x)
         x_RD, y_RD, w_D = _rows(x), _rows(out), host_view(weight)

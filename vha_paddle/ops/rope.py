@@ -30,7 +30,7 @@ def rope_tables(head_dim: int, theta: float, num_positions: int, dtype: str) -> 
 
 def _rotate(x: Tensor, cos_SH: Tensor, sin_SH: Tensor, sign: int) -> Tensor:
     """Turn `x` [B, S, N, H] by `sign` times the tables' angles."""
-    x = x.contiguous()
+    x, cos_SH, sin_SH = x.contiguous(), cos_SH.contiguous(), sin_SH.contiguous()
     B, S, N, H = x.shape
     half = H // 2
     out = paddle.empty_like(x)
