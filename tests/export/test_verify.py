@@ -10,6 +10,7 @@ import pytest
 
 from tests.oracles.decoder import decoder_logits
 from tests.oracles.spec import OracleSpec, random_weights
+from tests.tolerances import FLOAT32
 from vha_paddle.errors import RunError
 from vha_paddle.export.verify import BOUNDS, Logits, Verification, random_tokens, verify_logits
 from vha_paddle.fold import fold_state
@@ -78,6 +79,11 @@ def test_a_wrong_fold_exceeds_the_widest_bound(wrong) -> None:  # noqa: ANN001
     wrong(weights)
     result = compare(weights, "bfloat16")
     assert not result.passed and result.relative > 2 * max(BOUNDS.values())
+
+
+def test_every_bound_is_below_the_smallest_error_of_a_wrong_fold() -> None:
+    assert BOUNDS["float32"] == FLOAT32
+    assert max(BOUNDS.values()) < 0.07  # a norm before Premix, folded as if after it
 
 
 def test_the_figures_are_those_of_the_logits() -> None:

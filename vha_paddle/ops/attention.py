@@ -11,6 +11,7 @@ thread has its own KV heads.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,6 @@ from paddle.nn import functional as F
 from vha_paddle.ops.backend import for_each_share, gradients_wanted, host_view, on_gpu, only_wanted
 
 _BLOCK_ROWS = 256  # rows of one product: queries of a block times G
-_MASKED = -1e30  # finite, so that a masked score minus the row's maximum is never inf - inf
 # Probabilities are kept for backward up to this many (256 MB in float32 for a layer), then computed again.
 _MAX_KEPT_PROBABILITIES = 1 << 26
 
@@ -51,7 +51,7 @@ def _blocks(S: int, G: int) -> list[_Block]:
 @functools.lru_cache(maxsize=16)
 def _causal_tile(size: int, G: int, dtype: str) -> np.ndarray:
     """What to add to the scores of a block's queries [size * G] on the block's own keys [size]."""
-    return np.repeat(np.triu(np.full((size, size), _MASKED, dtype), 1), G, axis=0)
+    return np.repeat(np.triu(np.full((size, size), -np.inf, dtype), 1), G, axis=0)
 
 
 def _probabilities(q_RH: Tensor, k_SH: Tensor, block: _Block, out: Tensor) -> None:
@@ -162,7 +162,7 @@ def _attention_with_paddle(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Te
     K = k_BSKH.shape[2]
     q_BKGSH = q_BSNH.reshape([B, S, K, N // K, H]).transpose([0, 2, 3, 1, 4])
     k_BK1SH, v_BK1SH = (x.transpose([0, 2, 1, 3]).unsqueeze(2) for x in (k_BSKH, v_BSKH))
-    mask_SS = paddle.triu(paddle.full([S, S], _MASKED, q_BSNH.dtype), 1)
+    mask_SS = paddle.triu(paddle.full([S, S], -math.inf, q_BSNH.dtype), 1)
     p = F.softmax(paddle.matmul(q_BKGSH * H**-0.5, k_BK1SH, transpose_y=True) + mask_SS)
     return paddle.matmul(p, v_BK1SH).transpose([0, 3, 1, 2, 4]).reshape([B, S, N, H])
 
