@@ -19,6 +19,7 @@ from vha_paddle.export.fold_export import describe_report, export_checkpoint, op
 from vha_paddle.export.plan import describe_plan, plan_export
 from vha_paddle.export.verify import Verification, random_tokens, verify_logits
 from vha_paddle.export.writer import check_output
+from vha_paddle.host import prepare_process
 
 EXAMPLES = """
 examples:
@@ -60,6 +61,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def verify(checkpoint: Path, exported: Path) -> Verification:
     """Compare logits on random tokens; only this needs Paddle."""
+    prepare_process()
     from vha_paddle.evaluate import checkpoint_logits, exported_logits
 
     config = json.loads((exported / "config.json").read_text(encoding="utf-8"))

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
 
 def prepare_process() -> None:
     """Call before the first `import paddle` of a command.
 
+    Paddle's import says that it found no ccache, and its C++ side logs every connection: neither is for the user
+    of a training run.
+
     Paddle's CPU wheel carries an MKL that picks its oldest kernels on processors that are not Intel's: a float32
     GEMM runs at 39 GFLOP/s a core where 101 are possible (AMD EPYC, AVX2 kernels). The variable names the kernel
     family; it changes nothing on Intel processors, and a value the user has set is kept.
     """
+    warnings.filterwarnings("ignore", message="No ccache found")
+    os.environ.setdefault("GLOG_minloglevel", "1")
     if _is_amd_with_avx2():
         os.environ.setdefault("MKL_DEBUG_CPU_TYPE", "5")
 

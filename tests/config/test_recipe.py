@@ -59,9 +59,9 @@ def test_the_editors_schema_is_the_one_the_code_makes() -> None:
 
 def test_derived_numbers() -> None:
     recipe = load_recipe(QUICKSTART, ["schedule.total_tokens=50e9", "data.micro_batch_size=4"])
-    assert recipe.tokens_per_step == 16 * 256
-    assert recipe.num_steps == 50_000_000_000 // 4096
-    assert recipe.num_microbatches == 4
+    assert recipe.tokens_per_step == 8 * 256
+    assert recipe.num_steps == 50_000_000_000 // 2048
+    assert recipe.num_microbatches == 2
     assert recipe.num_ranks == 2
 
 
@@ -105,10 +105,10 @@ def test_numbers_are_read_as_yaml_1_2_does() -> None:
         ),
         (
             "schedule.total_tokens=100",
-            "schedule.total_tokens=100: one optimizer step takes 4096 tokens (global_batch_size * sequence_length); "
+            "schedule.total_tokens=100: one optimizer step takes 2048 tokens (global_batch_size * sequence_length); "
             "use at least that",
         ),
-        ("schedule.min_lr=1.0", "schedule.min_lr=1.0: must not exceed optim.lr=0.002; lower it"),
+        ("schedule.min_lr=1.0", "schedule.min_lr=1.0: must not exceed optim.lr=0.003; lower it"),
         (
             "logging.wandb=online",
             "logging.wandb_project=null: a project is required with logging.wandb=online; name one",

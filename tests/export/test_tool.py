@@ -106,3 +106,11 @@ def test_a_grouped_baseline_is_exported_with_plain(tmp_path: Path) -> None:
     result = run(checkpoint, tmp_path / "out", "--plain")
     assert result.returncode == 0, result.stderr
     assert json.loads((tmp_path / "out" / "fold_report.json").read_text())["folded"] == {}
+
+
+def test_folding_needs_neither_paddle_nor_torch() -> None:
+    heavy = "{'paddle', 'torch', 'transformers'}"
+    program = f"import sys, vha_paddle.export.fold_export; print({heavy} & set(sys.modules))"
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout == "set()\n"
