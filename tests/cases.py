@@ -1,4 +1,4 @@
-"""The models that every layout must train alike. A new kind or shape is one row."""
+"""The models that every layout must train alike, and the layouts. A new kind, shape or layout is one row."""
 
 from __future__ import annotations
 
@@ -11,8 +11,22 @@ import numpy as np
 from tests.oracles.spec import OracleSpec, random_weights
 from vha_paddle.config import Recipe, recipe_from_dict
 
+# Every layout must train every case as `one` does. A new layout is one row.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tensor_2": {"tensor": 2},
+    "tensor_4": {"tensor": 4},
+    "tensor_2_sequence": {"tensor": 2, "sequence": True},
+    "tensor_4_sequence": {"tensor": 4, "sequence": True},
+    "data_2": {"data": 2},
+    "sharding_2": {"sharding": 2},
+    "tensor_2_data_2": {"tensor": 2, "data": 2},
+    "tensor_2_sequence_sharding_2": {"tensor": 2, "sequence": True, "sharding": 2},
+    "data_2_sharding_2": {"data": 2, "sharding": 2},
+}
+
 NUM_STEPS = 4
-SEQUENCE, GLOBAL_BATCH, MICRO_BATCH = 7, 4, 2
+SEQUENCE, GLOBAL_BATCH, MICRO_BATCH = 8, 8, 2
 VOCAB, HIDDEN, INTERMEDIATE, LAYERS, HEAD_DIM = 56, 24, 32, 2, 6
 ROPE_THETA = 100.0
 
@@ -43,8 +57,8 @@ class Case:
             rope_theta=ROPE_THETA,
         )
 
-    def recipe(self, tensor_degree: int) -> Recipe:
-        """A recipe of this model; clipping is active at every step."""
+    def recipe(self, layout: str = "one") -> Recipe:
+        """A recipe of this model under one of `LAYOUTS`; clipping is active at every step."""
         return recipe_from_dict(
             {
                 "run": {"name": self.name, "seed": 5, "output": "unused"},
@@ -64,9 +78,9 @@ class Case:
                     "global_batch_size": GLOBAL_BATCH,
                     "micro_batch_size": MICRO_BATCH,
                 },
-                "optim": {"lr": 2e-4, "max_grad_norm": 0.3, "decay_target": self.decay_target},
+                "optim": {"lr": 1e-4, "max_grad_norm": 0.3, "decay_target": self.decay_target},
                 "schedule": {"kind": "cosine", "total_tokens": 1000, "warmup_tokens": 0, "min_lr": 0.0},
-                "parallel": {"tensor": tensor_degree},
+                "parallel": LAYOUTS[layout],
             },
             source=self.name,
         )

@@ -1,6 +1,6 @@
 """Train every case for a few steps under one layout and leave losses, gradients and weights as logical tensors.
 
-Run once per rank: `python equivalence_worker.py WORK_DIRECTORY TENSOR_DEGREE DTYPE`. The starting weights of each
+Run once per rank: `python equivalence_worker.py WORK_DIRECTORY LAYOUT DTYPE,DTYPE`. The starting weights of each
 case lie in WORK_DIRECTORY/<case>.start.safetensors; results go to <case>.<layout>.<dtype>.safetensors.
 """
 
@@ -15,9 +15,8 @@ import paddle
 from tests.cases import CASES, NUM_STEPS, Case, batches
 from vha_paddle.checkpoint.load import load_parameters
 from vha_paddle.checkpoint.save import host_array
-from vha_paddle.config import Parallel
 from vha_paddle.model.decoder import build_decoder
-from vha_paddle.parallel.gradients import clip_by_global_norm, sum_partial_gradients
+from vha_paddle.parallel.gradients import clip_by_global_norm, complete_gradients
 from vha_paddle.parallel.mesh import Mesh, start_mesh
 from vha_paddle.parallel.placement import info_of
 from vha_paddle.tensor_file import create_tensors, fill_tensors, read_tensors
@@ -27,11 +26,11 @@ from vha_paddle.train.step import accumulate_gradients
 
 def run_case(case: Case, directory: Path, layout: str, dtype: str, mesh: Mesh) -> None:
     """Train one case; every rank writes its slices of the first gradient and of the last weights."""
-    recipe = case.recipe(mesh.tensor_degree)
+    recipe = case.recipe(layout)
     model = build_decoder(recipe.model, mesh, seed=99, dtype=dtype)
     parameters = model.named_tensors()
     load_parameters(parameters, read_tensors(directory / f"{case.name}.start.safetensors"), mesh)
-    optimizer = Optimizer(list(parameters.values()), recipe)
+    optimizer = Optimizer(list(parameters.values()), recipe, mesh)
     result = directory / f"{case.name}.{layout}.{dtype}.safetensors"
     if mesh.is_main:
         kind = np.dtype(dtype)
@@ -45,12 +44,14 @@ def run_case(case: Case, directory: Path, layout: str, dtype: str, mesh: Mesh) -
 
     def write(prefix: str, parameter: paddle.Tensor, tensor: paddle.Tensor) -> None:
         info = info_of(parameter)
+        if mesh.data_rank != 0:
+            return  # every data rank holds the same
         target = output.array(f"{prefix}/{info.name}")
         info.placement.write_slice(target, host_array(tensor), mesh.tensor_rank, mesh.tensor_degree)
 
     for step, (tokens_BS, labels_BS) in enumerate(batches(case)):
-        loss = accumulate_gradients(model, tokens_BS, labels_BS, recipe.data.micro_batch_size)
-        sum_partial_gradients(optimizer.parameters, mesh)
+        loss = accumulate_gradients(model, tokens_BS, labels_BS, recipe.data.micro_batch_size, mesh)
+        complete_gradients(optimizer.parameters, mesh)
         if step == 0:
             for parameter in optimizer.parameters:
                 write("gradient", parameter, parameter.grad)
@@ -64,11 +65,12 @@ def run_case(case: Case, directory: Path, layout: str, dtype: str, mesh: Mesh) -
 
 
 def main() -> None:
-    directory, degree, dtypes = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(",")
-    mesh = start_mesh(Parallel(tensor=degree), degree)
+    directory, layout, dtypes = Path(sys.argv[1]), sys.argv[2], sys.argv[3].split(",")
+    recipe = CASES[0].recipe(layout)
+    mesh = start_mesh(recipe.parallel, recipe.num_ranks)
     for dtype in dtypes:
         for case in CASES:
-            run_case(case, directory, f"tp{degree}", dtype, mesh)
+            run_case(case, directory, layout, dtype, mesh)
     mesh.barrier()
 
 

@@ -21,7 +21,7 @@ TOLERANCE = {"float32": FLOAT32, "float64": FLOAT64}
 
 
 def loaded_decoder(case: Case, dtype: str) -> Decoder:
-    model = build_decoder(case.recipe(1).model, Mesh(), seed=0, dtype=dtype)
+    model = build_decoder(case.recipe().model, Mesh(), seed=0, dtype=dtype)
     weights = starting_weights(case)
     parameters = model.named_tensors()
     assert set(weights) == set(parameters)
@@ -44,16 +44,16 @@ class TestAgainstTheOracle:
         tokens_BS, labels_BS = next(batches(case))
         loss, _, gradients = decoder_loss_and_gradients(starting_weights(case), tokens_BS, labels_BS, case.spec)
         model = loaded_decoder(case, dtype)
-        actual = accumulate_gradients(model, tokens_BS, labels_BS, MICRO_BATCH)
+        actual = accumulate_gradients(model, tokens_BS, labels_BS, MICRO_BATCH, Mesh())
         assert_close(np.array(actual), np.array(loss), TOLERANCE[dtype], "loss")
         for name, parameter in model.named_tensors().items():
             assert np.abs(gradients[name]).max() > 0, f"{name} has no gradient, so it proves nothing"
             assert_close(parameter.grad.numpy(), gradients[name], TOLERANCE[dtype], name)
 
     def test_weights_after_clipped_adamw_steps(self, case: Case, dtype: str) -> None:
-        recipe = case.recipe(1)
+        recipe = case.recipe()
         model = loaded_decoder(case, dtype)
-        optimizer = Optimizer(model.parameters(), recipe)
+        optimizer = Optimizer(model.parameters(), recipe, Mesh())
         for tokens_BS, labels_BS in batches(case):
             rate, max_norm = recipe.optim.lr, recipe.optim.max_grad_norm
             train_step(model, optimizer, tokens_BS, labels_BS, MICRO_BATCH, rate, max_norm, Mesh())
@@ -64,7 +64,7 @@ class TestAgainstTheOracle:
 
 def oracle_training(case: Case) -> dict[str, np.ndarray]:
     """The run of the test above in numpy, with the decay that the recipe's `decay_target` asks for."""
-    optim = case.recipe(1).optim
+    optim = case.recipe().optim
     weights = starting_weights(case)
     states = {name: initial_state(weight) for name, weight in weights.items()}
     for tokens_BS, labels_BS in batches(case):
@@ -87,7 +87,7 @@ def oracle_training(case: Case) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_parameter_count_is_the_calculators(case: Case) -> None:
-    model_config = case.recipe(1).model
+    model_config = case.recipe().model
     built = build_decoder(model_config, Mesh(), seed=0)
     assert sum(parameter.size for parameter in built.parameters()) == count_parameters(model_config).total
 
@@ -97,7 +97,7 @@ def test_a_later_token_leaves_earlier_logits_bit_equal(case: Case) -> None:
     model = loaded_decoder(case, "float32")
     tokens_BS, _ = next(batches(case))
     changed = tokens_BS.copy()
-    changed[:, -2:] = (changed[:, -2:] + 1) % case.recipe(1).model.vocab_size
+    changed[:, -2:] = (changed[:, -2:] + 1) % case.recipe().model.vocab_size
     with paddle.no_grad():
         before, after = (model(paddle.to_tensor(tokens)).numpy() for tokens in (tokens_BS, changed))
     assert np.array_equal(before[:, :-2], after[:, :-2])
@@ -107,7 +107,7 @@ def test_a_later_token_leaves_earlier_logits_bit_equal(case: Case) -> None:
 def test_initial_values_depend_on_seed_and_name_only() -> None:
     case = CASES[0]
     first, again, other = (
-        build_decoder(case.recipe(1).model, Mesh(), seed=seed).named_tensors() for seed in (3, 3, 4)
+        build_decoder(case.recipe().model, Mesh(), seed=seed).named_tensors() for seed in (3, 3, 4)
     )
     for name, parameter in first.items():
         assert np.array_equal(parameter.numpy(), again[name].numpy()), name

@@ -43,8 +43,8 @@ class SelfAttentionGrouped(nn.Layer):
             self.v_proj = scope.child("v_proj").replicated_linear(hidden_size, num_kv * head_dim, init)
             group = mesh.tensor_rank * num_kv // mesh.tensor_degree
             self.kv_columns = slice(group * head_dim, (group + 1) * head_dim)
-        self.q_norm = RMSNorm(scope.child("q_norm"), head_dim, rms_norm_eps, partial_gradient=True)
-        self.k_norm = RMSNorm(scope.child("k_norm"), head_dim, rms_norm_eps, partial_gradient=True)
+        self.q_norm = RMSNorm(scope.child("q_norm"), head_dim, rms_norm_eps, inside_tensor_region=True)
+        self.k_norm = RMSNorm(scope.child("k_norm"), head_dim, rms_norm_eps, inside_tensor_region=True)
         self.o_proj = scope.child("o_proj").row_linear(num_query * head_dim, hidden_size, init)
 
     def forward(self, x_BSD: paddle.Tensor, rope: RotaryTables) -> paddle.Tensor:

@@ -67,8 +67,8 @@ class SelfAttentionVHA(nn.Layer):
         self.q_proj = scope.child("q_proj").column_linear(hidden_size, P * H, init)
         self.k_proj = scope.child("k_proj").replicated_linear(hidden_size, K * H, init)
         self.v_proj = scope.child("v_proj").replicated_linear(hidden_size, K * H, init)
-        self.q_norm = RMSNorm(scope.child("q_norm"), H, rms_norm_eps, partial_gradient=True)
-        self.k_norm = RMSNorm(scope.child("k_norm"), H, rms_norm_eps, partial_gradient=True)
+        self.q_norm = RMSNorm(scope.child("q_norm"), H, rms_norm_eps, inside_tensor_region=True)
+        self.k_norm = RMSNorm(scope.child("k_norm"), H, rms_norm_eps, inside_tensor_region=True)
         self.o_proj = scope.child("o_proj").row_linear(N * H, hidden_size, init, view=(K, P, H, hidden_size), axis=1)
 
         self.premix = scope.parameter(

@@ -36,10 +36,12 @@ def load_optimizer(optimizer: OptimizerState, checkpoint: Checkpoint, mesh: Mesh
         UserError: a tensor is missing or of another shape than the parameter's.
     """
     tensors = checkpoint.optimizer_tensors()
+    slots = optimizer.slots()
     for parameter in optimizer.parameters:
         name = info_of(parameter).name
-        for slot, states in optimizer.slots().items():
-            _fill(states[name], parameter, tensors, f"{name}.{slot}", mesh)
+        for slot, states in slots.items():
+            if name in states:  # another sharding rank owns the rest
+                _fill(states[name], parameter, tensors, f"{name}.{slot}", mesh)
     for name, powers in optimizer.powers().items():
         value = np.array(tensors.array(f"{name}_power"))
         for power in powers.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +30,8 @@ from vha_paddle.files import fsync_directory, fsync_tree
 from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.parallel.placement import info_of
 from vha_paddle.tensor_file import create_tensors, fill_tensors
+
+TensorSpec = tuple[np.dtype[Any], tuple[int, ...]]
 
 
 class OptimizerState(Protocol):
@@ -90,42 +92,47 @@ def remove_old_checkpoints(output: Path, keep: int) -> None:
         shutil.rmtree(step_directory(output, step))
 
 
-def _logical_tensors(optimizer: OptimizerState) -> dict[str, dict[str, tuple[np.dtype[Any], tuple[int, ...]]]]:
-    """dtype and logical shape of every tensor of the two files."""
-    model: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
-    slots: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
+def _logical_tensors(optimizer: OptimizerState) -> dict[str, dict[str, TensorSpec]]:
+    """dtype and logical shape of every tensor of the two files, also of those that other ranks own."""
+    model: dict[str, TensorSpec] = {}
+    state: dict[str, TensorSpec] = {}
+    slots = {slot: host_array(_any(tensors)).dtype for slot, tensors in optimizer.slots().items()}
     for parameter in optimizer.parameters:
         info = info_of(parameter)
         model[info.name] = (host_array(parameter).dtype, info.placement.shape)
-        for slot, tensors in optimizer.slots().items():
-            slots[f"{info.name}.{slot}"] = (host_array(tensors[info.name]).dtype, info.placement.shape)
-    for name, power in optimizer.powers().items():
-        slots[f"{name}_power"] = (host_array(next(iter(power.values()))).dtype, (1,))
-    return {MODEL_FILE: model, OPTIMIZER_FILE: slots}
+        for slot, dtype in slots.items():
+            state[f"{info.name}.{slot}"] = (dtype, info.placement.shape)
+    for name, powers in optimizer.powers().items():
+        state[f"{name}_power"] = (host_array(_any(powers)).dtype, (1,))
+    return {MODEL_FILE: model, OPTIMIZER_FILE: state}
 
 
 def _write_slices(directory: Path, optimizer: OptimizerState, mesh: Mesh) -> None:
-    model, slots = fill_tensors(directory / MODEL_FILE), fill_tensors(directory / OPTIMIZER_FILE)
+    """Write what this rank is the first to hold: of equal copies on several ranks one is written."""
+    model, state = fill_tensors(directory / MODEL_FILE), fill_tensors(directory / OPTIMIZER_FILE)
+    slots = optimizer.slots()
     for parameter in optimizer.parameters:
-        placement = info_of(parameter).placement
+        name, placement = info_of(parameter).name, info_of(parameter).placement
         if placement.axis is None and mesh.tensor_rank != 0:
-            continue  # whole on every rank: one writes it
-        name = info_of(parameter).name
-        for target, tensor in _tensors_of(parameter, model.array(name), name, slots.array, optimizer):
-            placement.write_slice(target, host_array(tensor), mesh.tensor_rank, mesh.tensor_degree)
+            continue
+        if mesh.data_rank == 0:
+            target = model.array(name)
+            placement.write_slice(target, host_array(parameter), mesh.tensor_rank, mesh.tensor_degree)
+        if mesh.replica == 0:
+            for slot, tensors in slots.items():
+                if name in tensors:
+                    target = state.array(f"{name}.{slot}")
+                    placement.write_slice(target, host_array(tensors[name]), mesh.tensor_rank, mesh.tensor_degree)
     if mesh.is_main:
-        for name, power in optimizer.powers().items():
-            slots.array(f"{name}_power")[...] = host_array(next(iter(power.values()))).reshape([1])
+        for name, powers in optimizer.powers().items():
+            state.array(f"{name}_power")[...] = host_array(_any(powers)).reshape([1])
     model.flush()
-    slots.flush()
+    state.flush()
 
 
-def _tensors_of(
-    parameter: paddle.Tensor, model_array: np.ndarray[Any, Any], name: str, slot_array: Any, optimizer: OptimizerState
-) -> Iterator[tuple[np.ndarray[Any, Any], paddle.Tensor]]:
-    yield model_array, parameter
-    for slot, tensors in optimizer.slots().items():
-        yield slot_array(f"{name}.{slot}"), tensors[name]
+def _any(tensors: Mapping[str, paddle.Tensor]) -> paddle.Tensor:
+    """One of a slot's tensors: what holds for it holds for all."""
+    return next(iter(tensors.values()))
 
 
 def _stop_if_any_failed(failure: OSError | None, temporary: Path, mesh: Mesh) -> None:

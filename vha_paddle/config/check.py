@@ -32,12 +32,15 @@ def _check_model(model: Model) -> None:
 
 
 def _check_unsupported_axes(parallel: Parallel) -> None:
-    for key in ("pipeline", "virtual_pipeline", "data", "sharding", "sharding_stage", "context", "expert"):
+    for key in ("pipeline", "virtual_pipeline", "sharding_stage", "context", "expert"):
         value = getattr(parallel, key)
         if value != 1:
             raise UserError(f"parallel.{key}={value}: this axis is not available yet; use 1")
-    if parallel.sequence:
-        raise UserError("parallel.sequence=true: sequence parallel is not available yet; use false")
+    if parallel.sequence and parallel.tensor == 1:
+        raise UserError(
+            "parallel.sequence=true: splits the sequence over the tensor ranks, so it has no effect with "
+            "parallel.tensor=1; raise that or remove the key"
+        )
 
 
 def _check_tensor_parallel(model: Model, degree: int) -> None:
@@ -71,6 +74,12 @@ def _check_data(recipe: Recipe) -> None:
         raise UserError(
             f"data.sequence_length={data.sequence_length}: must not exceed "
             f"model.max_position_embeddings={model.max_position_embeddings}; raise the latter"
+        )
+    if recipe.parallel.sequence and data.sequence_length % recipe.parallel.tensor:
+        raise UserError(
+            f"data.sequence_length={data.sequence_length}: must be a multiple of parallel.tensor="
+            f"{recipe.parallel.tensor} with parallel.sequence; "
+            f"use {_multiples(data.sequence_length, recipe.parallel.tensor)}"
         )
     per_microbatch = data.micro_batch_size * recipe.num_data_ranks
     if data.global_batch_size % per_microbatch:

@@ -12,15 +12,19 @@ from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.parallel.placement import info_of
 
 
-def sum_partial_gradients(parameters: Sequence[paddle.Tensor], mesh: Mesh) -> None:
-    """Complete the gradients of parameters that every tensor rank holds whole but uses on part of the work.
+def complete_gradients(parameters: Sequence[paddle.Tensor], mesh: Mesh) -> None:
+    """Sum what the ranks computed of each gradient on their part of the work.
 
-    Called once per optimizer step, after the last backward and before the norm: twice would double them.
+    Over the tensor ranks: parameters that every one holds whole but uses on its heads (or, under sequence
+    parallelism, its tokens). Over the data ranks: all parameters; the loss is a mean over the global batch, so the
+    gradients add up and are not averaged. Called once per optimizer step, after the last backward and before the
+    norm: twice would double them.
     """
-    if mesh.tensor_degree == 1:
-        return
-    partial = [parameter.grad for parameter in parameters if info_of(parameter).placement.partial_gradient]
-    all_reduce_gradients(partial, mesh.tensor_group)
+    if mesh.tensor_degree > 1:
+        partial = [parameter.grad for parameter in parameters if info_of(parameter).placement.partial_gradient]
+        all_reduce_gradients(partial, mesh.tensor_group)
+    for group in mesh.replica_groups:
+        all_reduce_gradients([parameter.grad for parameter in parameters], group)
 
 
 def clip_by_global_norm(parameters: Sequence[paddle.Tensor], max_norm: float, mesh: Mesh) -> float:

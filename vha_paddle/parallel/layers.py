@@ -2,13 +2,14 @@
 
 fleet's `ColumnParallelLinear` enters the tensor region by itself, once per layer: three projections of one input
 would sum the input's gradient three times over the wire. Here the model enters the region once, so the column
-layer only multiplies.
+layer only multiplies. How the region is left (summed, or summed and cut by sequence) is the mesh's to say.
 """
 
 from __future__ import annotations
 
 import paddle
 import paddle.nn.functional as F
+from paddle.distributed.fleet.layers.mpu import mp_ops
 from paddle.distributed.fleet.meta_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -43,8 +44,19 @@ class RowLinear(RowParallelLinear):
             input_is_parallel=True,
             mp_group=mesh.tensor_group,
         )
+        self.mesh = mesh
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return self.mesh.leave_tensor_region(F.linear(x, self.weight))
 
 
 class VocabEmbedding(VocabParallelEmbedding):
     def __init__(self, vocab_size: int, hidden_size: int, attribute: paddle.ParamAttr, mesh: Mesh) -> None:
         super().__init__(vocab_size, hidden_size, weight_attr=attribute, mp_group=mesh.tensor_group)
+        self.mesh = mesh
+
+    def forward(self, tokens_BS: paddle.Tensor) -> paddle.Tensor:
+        partial_BSD = mp_ops._c_lookup_table(
+            self.weight, tokens_BS, start_index=self.vocab_start_index, vocab_size=self.num_embeddings
+        )
+        return self.mesh.leave_tensor_region(partial_BSD)

@@ -23,8 +23,10 @@ from vha_paddle.parallel.placement import Decay, ParameterInfo, Placement
 class RMSNorm(nn.Layer):
     """Root-mean-square norm over the last axis with a learned gain."""
 
-    def __init__(self, scope: Scope, size: int, eps: float, partial_gradient: bool = False) -> None:
+    def __init__(self, scope: Scope, size: int, eps: float, inside_tensor_region: bool = False) -> None:
         super().__init__()
+        # each tensor rank sees other heads inside the region, and other tokens outside it when the sequence is cut
+        partial_gradient = inside_tensor_region or scope.mesh.sequence
         placement = Placement.replicated((size,), partial_gradient)
         self.weight = scope.parameter(self, "weight", placement, Constant(1.0), "gain")
         self.eps = eps
@@ -109,7 +111,7 @@ class Scope:
         return Linear(self, placement, initializer)
 
     def vocab_embedding(self, vocab_size: int, hidden_size: int, initializer: Initializer) -> nn.Layer:
-        """Embedding whose rows are split over the tensor ranks; the result is whole on each."""
+        """Embedding whose rows are split over the tensor ranks; the result is outside the tensor region."""
         placement = Placement.split((vocab_size, hidden_size), axis=0)
         if self.mesh.tensor_degree == 1:
             layer: nn.Layer = nn.Embedding(vocab_size, hidden_size, weight_attr=_zeros())

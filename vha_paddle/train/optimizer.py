@@ -8,7 +8,9 @@ from typing import Any
 import paddle
 
 from vha_paddle.config import Recipe
+from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.parallel.placement import info_of
+from vha_paddle.parallel.sharding import broadcast_from_owners, owned
 
 
 class Optimizer:
@@ -18,8 +20,9 @@ class Optimizer:
     step, as AdamW does its own: W -= lr * weight_decay * (W - I). Postmix is the identity where A and B are zero.
     """
 
-    def __init__(self, parameters: Sequence[paddle.Tensor], recipe: Recipe) -> None:
-        self.parameters = list(parameters)
+    def __init__(self, parameters: Sequence[paddle.Tensor], recipe: Recipe, mesh: Mesh) -> None:
+        self.parameters, self.mesh = list(parameters), mesh
+        mine = owned(self.parameters, mesh)
         self.weight_decay = recipe.optim.weight_decay
         target = recipe.optim.decay_target
         to_zero = {"matrix"}
@@ -27,21 +30,21 @@ class Optimizer:
             to_zero.add("postmix")
         if target == "zero":
             to_zero.add("premix")
-        decaying = {info_of(p).name for p in self.parameters if info_of(p).decay in to_zero}
-        self._to_identity = [p for p in self.parameters if info_of(p).decay == "premix" and target == "identity"]
+        decaying = {info_of(p).name for p in mine if info_of(p).decay in to_zero}
+        self._to_identity = [p for p in mine if info_of(p).decay == "premix" and target == "identity"]
         self._adamw = paddle.optimizer.AdamW(
             learning_rate=recipe.optim.lr,
             beta1=recipe.optim.beta1,
             beta2=recipe.optim.beta2,
             epsilon=recipe.optim.eps,
-            parameters=self.parameters,
+            parameters=mine,
             weight_decay=self.weight_decay,
             apply_decay_param_fun=decaying.__contains__,
             multi_precision=recipe.precision.compute != "float32",
         )
         # made now and not at the first step, so that a checkpoint can be read into them
         block = paddle.base.framework.default_main_program().global_block()
-        self._adamw._create_accumulators(block, self.parameters)
+        self._adamw._create_accumulators(block, mine)
 
     def step(self, learning_rate: float) -> None:
         """One update from the gradients at hand, which are then cleared."""
@@ -52,10 +55,12 @@ class Optimizer:
                 identity = paddle.eye(weight.shape[-1], dtype=weight.dtype)
                 weight.subtract_((weight - identity) * (learning_rate * self.weight_decay))
         self._adamw.step()
-        self._adamw.clear_grad(set_to_zero=False)
+        broadcast_from_owners(self.parameters, self.mesh)
+        for parameter in self.parameters:
+            parameter.clear_gradient(set_to_zero=False)
 
     def slots(self) -> dict[str, dict[str, paddle.Tensor]]:
-        """State of each parameter by slot name: `moment1`, `moment2`, and `master` where weights are not float32."""
+        """State of each parameter that this rank owns, by slot name: `moment1`, `moment2`, and `master` where weights are not float32."""
         accumulators: dict[str, dict[str, paddle.Tensor]] = self._adamw._accumulators
         slots = {name: accumulators[name] for name in ("moment1", "moment2")}
         if self._adamw._master_weights:

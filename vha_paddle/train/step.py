@@ -10,7 +10,7 @@ import paddle
 
 from vha_paddle.errors import RunError
 from vha_paddle.model.decoder import Decoder
-from vha_paddle.parallel.gradients import clip_by_global_norm, sum_partial_gradients
+from vha_paddle.parallel.gradients import clip_by_global_norm, complete_gradients
 from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.train.optimizer import Optimizer
 
@@ -23,17 +23,23 @@ class StepResult:
     """Norm of all gradients together, before clipping."""
 
 
-def accumulate_gradients(model: Decoder, tokens_BS: np.ndarray, labels_BS: np.ndarray, micro_batch_size: int) -> float:
-    """Add the gradients of the mean loss over all given sequences; returns that loss."""
-    num_sequences = tokens_BS.shape[0]
+def accumulate_gradients(
+    model: Decoder, tokens_BS: np.ndarray, labels_BS: np.ndarray, micro_batch_size: int, mesh: Mesh
+) -> float:
+    """Add the gradients of this rank's share of the global batch to the parameters.
+
+    The loss is the mean over the global batch, so every rank divides by all its tokens; returns that mean.
+    """
+    share = tokens_BS.shape[0] // mesh.data_degree
+    first = mesh.data_rank * share
     total = 0.0
-    for start in range(0, num_sequences, micro_batch_size):
+    for start in range(first, first + share, micro_batch_size):
         rows = slice(start, start + micro_batch_size)
         loss_BS = model.loss(paddle.to_tensor(tokens_BS[rows]), paddle.to_tensor(labels_BS[rows]))
         loss = loss_BS.sum() / float(tokens_BS.size)
         loss.backward()
         total += float(loss.numpy())
-    return total
+    return mesh.sum_over_data(total)
 
 
 def train_step(
@@ -52,8 +58,8 @@ def train_step(
         RunError: the loss or the gradient is not finite; the weights are left as they were. Every rank sees the
             same norm, so all stop together.
     """
-    loss = accumulate_gradients(model, tokens_BS, labels_BS, micro_batch_size)
-    sum_partial_gradients(optimizer.parameters, mesh)
+    loss = accumulate_gradients(model, tokens_BS, labels_BS, micro_batch_size, mesh)
+    complete_gradients(optimizer.parameters, mesh)
     norm = clip_by_global_norm(optimizer.parameters, max_grad_norm, mesh)
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise RunError(f"loss {loss} and gradient norm {norm}: not finite; lower optim.lr or look at the data")

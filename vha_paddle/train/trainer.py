@@ -79,7 +79,7 @@ class Trainer:
         self.output = Path(recipe.run.output)
         check_precision(recipe)
         self.model = build_decoder(recipe.model, mesh, recipe.run.seed, recipe.precision.compute)
-        self.optimizer = Optimizer(self.model.parameters(), recipe)
+        self.optimizer = Optimizer(self.model.parameters(), recipe, mesh)
         self.step = 0
         self._resume()
 

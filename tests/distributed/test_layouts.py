@@ -1,4 +1,4 @@
-"""Tensor parallel degrees 2 and 4 train as one process does: losses, every gradient, weights after clipped steps."""
+"""Every layout trains as one process does: losses, every gradient, weights after clipped AdamW steps."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.cases import CASES, NUM_STEPS, Case, starting_weights
+from tests.cases import CASES, LAYOUTS, NUM_STEPS, Case, starting_weights
 from tests.distributed.launch import run_ranks
 from tests.tolerances import FLOAT32, FLOAT64, assert_close
 from vha_paddle.tensor_file import TensorFile, create_tensors, fill_tensors, read_tensors
 
 WORKER = Path(__file__).with_name("equivalence_worker.py")
 TOLERANCE = {"float32": FLOAT32, "float64": FLOAT64}
-DEGREES = (1, 2, 4)
+MANY = [layout for layout in LAYOUTS if layout != "one"]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run every layout once over all cases, from the same starting weights."""
-    directory = tmp_path_factory.mktemp("tensor_parallel")
+    directory = tmp_path_factory.mktemp("layouts")
     for case in CASES:
         weights = starting_weights(case)
         path = directory / f"{case.name}.start.safetensors"
@@ -29,27 +29,27 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, array in weights.items():
             file.array(name)[...] = array
         file.flush()
-    for degree in DEGREES:
-        run_ranks(WORKER, degree, [str(directory), str(degree), "float32,float64"], timeout=600)
+    for layout in LAYOUTS:
+        run_ranks(WORKER, CASES[0].recipe(layout).num_ranks, [str(directory), layout, "float32,float64"], timeout=600)
     return directory
 
 
-def read(results: Path, case: Case, degree: int, dtype: str) -> TensorFile:
-    return read_tensors(results / f"{case.name}.tp{degree}.{dtype}.safetensors")
+def read(results: Path, case: Case, layout: str, dtype: str) -> TensorFile:
+    return read_tensors(results / f"{case.name}.{layout}.{dtype}.safetensors")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("degree", DEGREES[1:])
+@pytest.mark.parametrize("layout", MANY)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-class TestTensorParallelEqualsOneProcess:
-    def test_losses_and_gradient_norms(self, results: Path, case: Case, degree: int, dtype: str) -> None:
-        one, many = read(results, case, 1, dtype), read(results, case, degree, dtype)
+class TestALayoutEqualsOneProcess:
+    def test_losses_and_gradient_norms(self, results: Path, case: Case, layout: str, dtype: str) -> None:
+        one, many = read(results, case, "one", dtype), read(results, case, layout, dtype)
         for name in ("losses", "norms"):
             assert_close(many.array(name), one.array(name), TOLERANCE[dtype], name)
 
     @pytest.mark.parametrize("what", ["gradient", "weight"])
-    def test_every_tensor(self, results: Path, case: Case, degree: int, dtype: str, what: str) -> None:
-        one, many = read(results, case, 1, dtype), read(results, case, degree, dtype)
+    def test_every_tensor(self, results: Path, case: Case, layout: str, dtype: str, what: str) -> None:
+        one, many = read(results, case, "one", dtype), read(results, case, layout, dtype)
         names = [name for name in one if name.startswith(what)]
         assert len(names) == len(starting_weights(case))
         for name in names:
@@ -59,5 +59,5 @@ class TestTensorParallelEqualsOneProcess:
 
 def test_clipping_was_active(results: Path) -> None:
     for case in CASES:
-        norms = read(results, case, 1, "float64").array("norms")
-        assert norms.shape == (NUM_STEPS,) and (norms > case.recipe(1).optim.max_grad_norm).all()
+        norms = read(results, case, "one", "float64").array("norms")
+        assert norms.shape == (NUM_STEPS,) and (norms > case.recipe().optim.max_grad_norm).all()
