@@ -15,6 +15,7 @@ from vha_paddle.config import (
     Model,
     Recipe,
     VirtualHeadAttention,
+    Parallel,
     recipe_from_dict,
 )
 from vha_paddle.errors import UserError
@@ -433,3 +434,13 @@ def test_a_rendered_summary_shows_every_number_of_it() -> None:
         for name, value in section.items():
             label = name.replace("_", " ")
             assert any(line.startswith(f"  {label} ") and f" {value:,} " in line for line in lines), name
+
+
+def test_sharding_divides_the_optimizer_and_a_cut_sequence_the_norms_inputs() -> None:
+    plain = recipe("vha", degree=2)
+    degrees = Parallel(tensor=2, sequence=True, sharding=2)
+    cut = plain.model_copy(update={"parallel": degrees})
+    before, after = counts.memory_per_rank(plain, flash=True), counts.memory_per_rank(cut, flash=True)
+    assert after.optimizer == before.optimizer // 2
+    tokens, layers = plain.data.micro_batch_size * plain.data.sequence_length, plain.model.num_hidden_layers
+    assert before.activations - after.activations == tokens * layers * plain.model.hidden_size * 4

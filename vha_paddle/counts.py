@@ -212,25 +212,28 @@ def memory_per_rank(recipe: Recipe, flash: bool) -> MemoryEstimate:
     moments_and_master = 8 if width == 4 else 12
     query_heads = heads_per_rank(model.attention, tensor).query
     per_query = 4 if flash else recipe.data.sequence_length * width
-    kept = layers * activations_per_layer(model, tensor) + 2 * model.hidden_size  # the final norm's two
+    per_layer = activations_per_layer(model, tensor, recipe.parallel.sequence)
+    kept = layers * per_layer + 2 * model.hidden_size  # the final norm's two
     return MemoryEstimate(
         weights=count * width,
         gradients=count * width,
-        optimizer=count * moments_and_master,
+        optimizer=count * moments_and_master // recipe.parallel.sharding,  # whole tensors, divided about evenly
         activations=tokens * kept * width,
         scores=tokens * layers * query_heads * per_query,
         logits=tokens * (model.vocab_size // tensor) * (4 + width),
     )
 
 
-def activations_per_layer(model: Model, tensor: int = 1) -> int:
+def activations_per_layer(model: Model, tensor: int = 1, sequence: bool = False) -> int:
     """Values that a layer keeps per token for its backward pass, attention's scores apart.
 
     Norms and RoPE count as single operations: a norm keeps its input, RoPE nothing. SwiGLU keeps gate and up.
+    Under sequence parallelism a rank keeps its share of the norms' inputs; what the projections read is gathered.
     """
     attention, hidden = model.attention, model.hidden_size
     heads = heads_per_rank(attention, tensor)
-    block = 4 * hidden  # inputs of the two norms, and their outputs into the projections
+    # inputs of the two norms, and their outputs into the projections
+    block = 2 * hidden // (tensor if sequence else 1) + 2 * hidden
     head_vectors = 2 * (heads.query + heads.key_value)  # queries and keys, before QK-norm and after RoPE
     head_vectors += heads.key_value + heads.query  # values; attention's output, into o_proj (or Postmix)
     if isinstance(attention, VirtualHeadAttention):
@@ -263,7 +266,10 @@ class Communication:
 
 
 def communication(model: Model, tensor: int, dtype: Dtype) -> Communication:
-    """The all-reduces of a training step under tensor parallelism (without sequence parallelism)."""
+    """The all-reduces of a training step under tensor parallelism.
+
+    Sequence parallelism turns each into a reduce-scatter and an all-gather, the two halves of the same volume.
+    """
     attention, hidden, width = model.attention, model.hidden_size, BYTES[dtype] if tensor > 1 else 0
     per_layer = 2 * hidden
     replicated = ["q_norm", "k_norm"]
@@ -312,7 +318,8 @@ def summary(recipe: Recipe) -> dict[str, Any]:
         "memory_per_rank_bytes": asdict(plain) | {"total": plain.total},
         "memory_per_rank_bytes_with_flash": asdict(flash) | {"total": flash.total},
         "kv_cache_bytes_bfloat16": {"per_token_per_layer": cache, "per_token": cache * layers},
-        "all_reduced_bytes": asdict(messages) | {"per_step": per_step},
+        "all_reduced_bytes": asdict(messages)
+        | {"per_step": per_step, "data_gradients_per_step": plain.gradients if recipe.num_data_ranks > 1 else 0},
     }
 
 

@@ -97,6 +97,7 @@ def test_numbers_are_read_as_yaml_1_2_does() -> None:
             "parallel.tensor=3",
             "parallel.tensor=3: must divide physical heads (num_attention_heads / num_key_value_heads)=4; use 2 or 4",
         ),
+        ("parallel.sharding_stage=2", "parallel.sharding_stage=2: this axis is not available yet; use 1"),
         ("parallel.pipeline=2", "parallel.pipeline=2: this axis is not available yet; use 1"),
         (
             "data.global_batch_size=10",
@@ -145,6 +146,19 @@ def test_fewer_kv_heads_than_ranks_are_accepted_and_odd_ones_refused() -> None:
     assert error_of(grouped[0].format(6), grouped[1], "parallel.tensor=4") == (
         "parallel.tensor=4: must divide model.attention.num_key_value_heads=6 or be a multiple of it; use 1 or 2"
     )
+
+
+def test_sequence_parallel_needs_tensor_ranks_and_a_sequence_that_divides() -> None:
+    assert "has no effect with parallel.tensor=1" in error_of("parallel.sequence=true", "parallel.tensor=1")
+    assert error_of("parallel.sequence=true", "data.sequence_length=255") == (
+        "data.sequence_length=255: must be a multiple of parallel.tensor=2 with parallel.sequence; use 254 or 256"
+    )
+
+
+def test_data_ranks_divide_the_global_batch() -> None:
+    recipe = load_recipe(QUICKSTART, ["parallel.data=2", "parallel.sharding=2", "data.micro_batch_size=1"])
+    assert (recipe.num_ranks, recipe.num_data_ranks, recipe.num_microbatches) == (8, 4, 2)
+    assert "times 2 data ranks; use 16" in error_of("parallel.data=2")
 
 
 def test_a_repeated_key_is_an_error_that_names_its_line(tmp_path: Path) -> None:
