@@ -33,7 +33,9 @@ def main() -> None:
     for what in ("forward_backward", "seconds"):
         shares = [flops("gqa8", causal=True) / a[what] / a["gemm_rate"] for a in gqa]
         full = [flops("gqa8", causal=False) / a[what] / a["gemm_rate"] for a in gqa]
-        print(f"GEMM share by {what}: {statistics.median(shares):.3f} (counting the full score square {statistics.median(full):.3f})")
+        print(
+            f"GEMM share by {what}: {statistics.median(shares):.3f} (counting the full score square {statistics.median(full):.3f})"
+        )
     report("gqa8_gemm_fraction", statistics.median(shares), 0.80, "fraction of the measured GEMM rate", True)
 
 

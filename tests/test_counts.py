@@ -13,9 +13,9 @@ from vha_paddle.config import (
     Attention,
     GroupedAttention,
     Model,
+    Parallel,
     Recipe,
     VirtualHeadAttention,
-    Parallel,
     recipe_from_dict,
 )
 from vha_paddle.errors import UserError
@@ -28,9 +28,7 @@ PAPER = counts.FlopRule(sequence_length=4096, lm_head=False)
 
 
 def grouped(heads: int, kv_heads: int, head_dim: int = 128) -> GroupedAttention:
-    return GroupedAttention(
-        kind="grouped", num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim
-    )
+    return GroupedAttention(kind="grouped", num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
 
 
 def vha(heads: int, kv_heads: int, rank: int, head_dim: int = 128) -> VirtualHeadAttention:
@@ -140,9 +138,7 @@ def test_whole_models_have_the_published_parameters(size: str, attention: Attent
     ("attention", "expected", "printed"),
     [(GQA_8, 10.6137, 10.61), (MHA_12, 9.9090, 9.91), (VHA_16, 9.7797, 9.78)],
 )
-def test_training_flops_per_token_are_the_published_ones(
-    attention: Attention, expected: float, printed: float
-) -> None:
+def test_training_flops_per_token_are_the_published_ones(attention: Attention, expected: float, printed: float) -> None:
     flops = counts.training_flops(published("1.7B", attention, TABLE_INTERMEDIATE), PAPER) / 1e9
     assert round(flops, 4) == expected
     assert round(flops, 2) == printed
@@ -365,9 +361,7 @@ def test_logits_keep_a_float32_softmax_and_a_gradient_of_the_vocabulary_part() -
 
 
 def test_a_memory_estimate_describes_every_part_and_the_total() -> None:
-    estimate = counts.MemoryEstimate(
-        weights=1, gradients=2048, optimizer=3 << 20, activations=0, scores=1023, logits=0
-    )
+    estimate = counts.MemoryEstimate(weights=1, gradients=2048, optimizer=3 << 20, activations=0, scores=1023, logits=0)
     assert estimate.describe() == (
         "weights 1 B + gradients 2.000 KiB + optimizer 3.000 MiB + "
         "activations 0 B + scores 1023 B + logits 0 B = 3.003 MiB"
@@ -386,9 +380,7 @@ def test_vha_sums_its_postmix_channels_beside_the_two_outputs() -> None:
     ("kind", "degree", "expected"),
     [("vha", 2, 2 * 144 + 72 + 12), ("gqa", 2, 12), ("gqa", 4, 2 * 144 + 12), ("mqa", 2, 2 * 72 + 12)],
 )
-def test_gradients_of_tensors_held_whole_are_summed_once_per_step(
-    kind: str, degree: int, expected: int
-) -> None:
+def test_gradients_of_tensors_held_whole_are_summed_once_per_step(kind: str, degree: int, expected: int) -> None:
     found = counts.communication(tiny(TINY[kind]), degree, "float32")
     assert found.replicated_gradients_per_step == 3 * 4 * expected
 

@@ -81,9 +81,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(small_tokenizer())
 
 
-def continued(
-    model: ExportedModel, sampling: Sampling, num_new: int = NUM_NEW, end_id: int = NO_END
-) -> list[int]:
+def continued(model: ExportedModel, sampling: Sampling, num_new: int = NUM_NEW, end_id: int = NO_END) -> list[int]:
     prompt = model.encode(PROMPT)
     return list(generate(model.decoder(len(prompt), num_new), prompt, num_new, sampling, end_id))
 
@@ -154,9 +152,7 @@ def test_nothing_follows_the_end_token(exported: ExportedModel) -> None:
     assert stopped == tokens[: tokens.index(end_id) + 1]
 
 
-def test_an_empty_prompt_starts_after_the_begin_token_of_the_configuration(
-    gqa: Case, exported: ExportedModel
-) -> None:
+def test_an_empty_prompt_starts_after_the_begin_token_of_the_configuration(gqa: Case, exported: ExportedModel) -> None:
     config = json.loads((gqa.directory / "config.json").read_text())
     assert exported.encode("") == [config["bos_token_id"]]
 
@@ -238,9 +234,7 @@ def test_streamed_text_of_any_tokens_is_their_decoded_text(tokenizer: Tokenizer)
     generator = np.random.default_rng(0)
     bytes_only = [tokenizer.encode(chr(0x1F600 + i))[j] for i in range(40) for j in range(4)]
     for _ in range(300):
-        ids = np.where(
-            generator.random(12) < 0.8, generator.choice(bytes_only, 12), generator.integers(1, 320, 12)
-        )
+        ids = np.where(generator.random(12) < 0.8, generator.choice(bytes_only, 12), generator.integers(1, 320, 12))
         stream = TextStream(tokenizer)
         pieces = [stream.push(int(token)) for token in ids]
         assert "".join(pieces) + stream.finish() == tokenizer.decode(ids)
@@ -264,18 +258,14 @@ def test_the_tool_writes_the_prompt_and_what_follows(gqa: Case, exported: Export
     assert result.stdout == PROMPT + exported.tokenizer.decode(tokens) + "\n"
 
 
-def test_the_tool_reports_json_with_the_bytes_of_the_cache(
-    gqa: Case, exported: ExportedModel, tmp_path: Path
-) -> None:
+def test_the_tool_reports_json_with_the_bytes_of_the_cache(gqa: Case, exported: ExportedModel, tmp_path: Path) -> None:
     sampling = Sampling(temperature=0.7, top_k=50, top_p=0.9, seed=4)
     end_id = continued(exported, sampling)[NUM_NEW // 2]
     tokens = continued(exported, sampling, end_id=end_id)
     directory = shutil.copytree(gqa.directory, tmp_path / "ends")
     _edit_config(directory, "eos_token_id", end_id)
     options = ["--temperature", "0.7", "--top-k", "50", "--top-p", "0.9", "--seed", "4"]
-    result = run_tool(
-        str(directory), "--prompt", PROMPT, "--max-new-tokens", str(NUM_NEW), *options, "--json"
-    )
+    result = run_tool(str(directory), "--prompt", PROMPT, "--max-new-tokens", str(NUM_NEW), *options, "--json")
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout) == {
         "prompt": PROMPT,

@@ -38,9 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("model", type=Path, metavar="MODEL_DIR", help="what tools/fold_export.py made")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue; default: none")
     parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="default: %(default)s")
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, metavar="T", help="0: greedy; default: %(default)s"
-    )
+    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: greedy; default: %(default)s")
     parser.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens; default: all")
     parser.add_argument(
         "--top-p",

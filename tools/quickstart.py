@@ -41,16 +41,12 @@ def command(arguments: list[str], capture: bool = False) -> str:
 
 def evaluate(model: str, sequence_length: int) -> dict[str, Any]:
     arguments = ["tools/evaluate.py", model, "--data", f"{DATA}/validation", "--json"]
-    figures: dict[str, Any] = json.loads(
-        command([*arguments, "--sequence-length", str(sequence_length)], capture=True)
-    )
+    figures: dict[str, Any] = json.loads(command([*arguments, "--sequence-length", str(sequence_length)], capture=True))
     return figures
 
 
 def main() -> None:
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     recipe = load_recipe(ROOT / RECIPE)
     run, export = recipe.run.output, f"{recipe.run.output}/export"
     if not (ROOT / DATA / "validation.idx").exists():

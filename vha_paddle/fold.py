@@ -69,9 +69,7 @@ def postmix_matrix(a_NR: npt.ArrayLike, b_NR: npt.ArrayLike) -> np.ndarray:
     """
     a, b = np.asarray(a_NR, np.float64), np.asarray(b_NR, np.float64)
     if a.ndim != 2 or a.shape != b.shape:
-        raise UserError(
-            f"postmix_a {list(a.shape)} and postmix_b {list(b.shape)} do not fit; both must be [N, R]"
-        )
+        raise UserError(f"postmix_a {list(a.shape)} and postmix_b {list(b.shape)} do not fit; both must be [N, R]")
     return np.eye(len(a)) + b @ a.T
 
 
@@ -92,9 +90,7 @@ def fold_postmix(o_proj_XD: npt.ArrayLike, a_NR: npt.ArrayLike, b_NR: npt.ArrayL
     o_proj, postmix_NN = np.asarray(o_proj_XD, np.float64), postmix_matrix(a_NR, b_NR)
     heads = len(postmix_NN)
     if o_proj.ndim != 2 or o_proj.shape[0] % heads:
-        raise UserError(
-            f"o_proj {list(o_proj.shape)} does not fit a Postmix of {heads} heads; it must be [N*H, D]"
-        )
+        raise UserError(f"o_proj {list(o_proj.shape)} does not fit a Postmix of {heads} heads; it must be [N*H, D]")
     o_proj_NHD = o_proj.reshape(heads, -1, o_proj.shape[1])
     return np.einsum("mn,mhd->nhd", postmix_NN, o_proj_NHD, optimize=True).reshape(o_proj.shape)
 
@@ -164,10 +160,7 @@ def _folded_tensors(
         if separator and not attention:
             full_names = {short: prefix + separator + short for short in attention_tensors(shape)}
             attention = _folded_attention(
-                {
-                    short: _checked(full, state[full], expected[full], source)
-                    for short, full in full_names.items()
-                }
+                {short: _checked(full, state[full], expected[full], source) for short, full in full_names.items()}
             )
         if separator:
             array = attention.pop(short_name)  # popped, so that the last one leaves room for the next layer
@@ -199,9 +192,7 @@ def _floating_dtype(dtype: npt.DTypeLike, what: str) -> np.dtype:
     """Only floating point: bfloat16 kept as bare uint16 patterns would be read as numbers up to 65535."""
     dtype = np.dtype(dtype)
     if dtype.kind != "f" and dtype.name != "bfloat16":
-        raise UserError(
-            f"{what} is {dtype.name}; it must be floating point (view bfloat16 patterns as bfloat16)"
-        )
+        raise UserError(f"{what} is {dtype.name}; it must be floating point (view bfloat16 patterns as bfloat16)")
     return dtype
 
 

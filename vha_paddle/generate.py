@@ -107,9 +107,7 @@ class CachedDecoder:
         batch, count = tokens_BS.shape
         end = self.length + count
         if batch != self.batch or end > self.capacity or (self.length > 0 and count != 1):
-            raise ValueError(
-                f"{batch} x {count} tokens after {self.length}; room is {self.batch} x {self.capacity}"
-            )
+            raise ValueError(f"{batch} x {count} tokens after {self.length}; room is {self.batch} x {self.capacity}")
         x_BSD = self.model.embed_tokens(paddle.to_tensor(tokens_BS.astype(np.int64)))
         for block, cache in zip(self.model.layers, self._caches, strict=True):
             x_BSD = x_BSD + self._attend(block.self_attn, block.input_layernorm(x_BSD), cache)
@@ -215,9 +213,7 @@ class ExportedModel:
         begin_id, end_id = values.get("bos_token_id"), values.get("eos_token_id")
         for key, value in {"bos_token_id": begin_id, "eos_token_id": end_id}.items():
             if type(value) is not int or not 0 <= value < config.vocab_size:
-                raise UserError(
-                    f"{directory / CONFIG_FILE}: {key}={value}: must be an id; export the model again"
-                )
+                raise UserError(f"{directory / CONFIG_FILE}: {key}={value}: must be an id; export the model again")
         return cls(load_model(directory), tokenizer, config.max_position_embeddings, begin_id, end_id)
 
     def encode(self, prompt: str) -> list[int]:

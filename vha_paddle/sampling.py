@@ -32,9 +32,7 @@ class Sampling:
         if not 0 <= self.temperature < math.inf:
             raise UserError(f"temperature={self.temperature}: must be 0 (greedy) or positive; try 0.8")
         if self.top_k is not None and self.top_k < 1:
-            raise UserError(
-                f"top_k={self.top_k}: must be at least 1; leave it out to choose among all tokens"
-            )
+            raise UserError(f"top_k={self.top_k}: must be at least 1; leave it out to choose among all tokens")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p={self.top_p}: must be above 0 and at most 1, which is all tokens")
         if self.seed < 0:

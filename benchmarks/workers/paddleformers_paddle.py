@@ -22,7 +22,6 @@ import paddle  # noqa: E402
 import shape  # noqa: E402
 from harness import serve  # noqa: E402
 
-
 _ENUMERATIONS = {"ModelType"}  # their members are read when classes are made
 
 

@@ -46,9 +46,7 @@ def test_builtin_corpus_repeats_no_long_paragraph(builtin: list[str]) -> None:
     assert len(set(long)) == len(long)
 
 
-def test_module_document_is_its_prose_in_source_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_module_document_is_its_prose_in_source_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = '''"""First the docstring of the module."""
 class A:
     """Then the docstring of the class."""
@@ -96,9 +94,7 @@ def test_text_file_is_one_document_with_its_line_ends(tmp_path: Path) -> None:
 
 
 def test_jsonl_file_is_one_document_a_line(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(
-        '{"text": "one\\n two", "id": 1}\n\n{"text": "é"}\n{"text": "  "}', "utf-8"
-    )
+    (tmp_path / "a.jsonl").write_text('{"text": "one\\n two", "id": 1}\n\n{"text": "é"}\n{"text": "  "}', "utf-8")
     assert list(read_documents(tmp_path / "a.jsonl")) == ["one\n two", "é"]
 
 

@@ -107,9 +107,7 @@ def test_writing_is_silent(write_tokens: Callable[..., Path], capfd: pytest.Capt
     assert capfd.readouterr() == ("", "")
 
 
-def test_failed_write_leaves_the_old_data_and_nothing_else(
-    write_tokens: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_failed_write_leaves_the_old_data_and_nothing_else(write_tokens: Callable[..., Path], tmp_path: Path) -> None:
     prefix = write_tokens(*DOCUMENTS)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 

@@ -89,8 +89,7 @@ def test_any_layout_reads_the_same_global_batch(counting: IndexedTokens, ranks: 
     share = 12 // ranks
     for step in (0, 1, 5):
         parts = [
-            TokenBatches(counting, S, 12, seed=0).batch(step, rank * share, (rank + 1) * share)
-            for rank in range(ranks)
+            TokenBatches(counting, S, 12, seed=0).batch(step, rank * share, (rank + 1) * share) for rank in range(ranks)
         ]
         for which in (0, 1):
             together = np.concatenate([part[which] for part in parts])
@@ -143,9 +142,7 @@ def test_validation_goes_through_the_windows_in_order(counting: IndexedTokens) -
     batches = list(windows.batches(5))
     assert [len(tokens_BS) for tokens_BS, _ in batches] == [5, 5, 5, 5, 2]
     assert np.concatenate([tokens_BS for tokens_BS, _ in batches]).ravel().tolist() == list(range(22 * S))
-    assert np.concatenate([labels_BS for _, labels_BS in batches]).ravel().tolist() == list(
-        range(1, 22 * S + 1)
-    )
+    assert np.concatenate([labels_BS for _, labels_BS in batches]).ravel().tolist() == list(range(1, 22 * S + 1))
 
 
 def test_validation_samples_outside_the_dataset_are_refused(counting: IndexedTokens) -> None:
@@ -160,9 +157,7 @@ def test_dataset_of_exactly_one_sample_is_enough(opened: Callable[..., IndexedTo
 
 
 @pytest.mark.parametrize("kind", ["train", "validation"])
-def test_dataset_shorter_than_a_sample_is_a_user_error(
-    opened: Callable[..., IndexedTokens], kind: str
-) -> None:
+def test_dataset_shorter_than_a_sample_is_a_user_error(opened: Callable[..., IndexedTokens], kind: str) -> None:
     indexed = opened(range(S))
     with pytest.raises(UserError, match="holds 7 tokens, fewer than one sample of sequence_length"):
         TokenBatches(indexed, S, 2, seed=0) if kind == "train" else ValidationWindows(indexed, S)

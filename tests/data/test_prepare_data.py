@@ -219,9 +219,7 @@ def test_command_dry_run_of_the_builtin_corpus_writes_nothing(tmp_path: Path) ->
         (["text.jsonl"], "one of the arguments --tokenizer --train-tokenizer is required"),
     ],
 )
-def test_command_exits_2_for_wrong_input(
-    corpus_file: Path, tmp_path: Path, arguments: list[str], message: str
-) -> None:
+def test_command_exits_2_for_wrong_input(corpus_file: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
     done = run_tool(*arguments, "--out", "data", folder=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr and "Traceback" not in done.stderr

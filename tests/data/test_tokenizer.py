@@ -87,9 +87,7 @@ def test_load_gives_what_was_saved_and_its_digest(tokenizer: Tokenizer, tmp_path
     assert again.encode("the head\n") == tokenizer.encode("the head\n")
 
 
-def test_fast_tokenizer_made_from_the_pieces_gives_the_same_ids(
-    tokenizer: Tokenizer, documents: list[str]
-) -> None:
+def test_fast_tokenizer_made_from_the_pieces_gives_the_same_ids(tokenizer: Tokenizer, documents: list[str]) -> None:
     model = sentencepiece_model_pb2.ModelProto()
     model.ParseFromString(tokenizer.model_bytes)
     ids = {piece.piece.replace(SPACE_SYMBOL, " "): index for index, piece in enumerate(model.pieces)}
@@ -100,9 +98,7 @@ def test_fast_tokenizer_made_from_the_pieces_gives_the_same_ids(
         if text[:cut] in ids and text[cut:] in ids
     ]
     fast = tokenizers.Tokenizer(tokenizers.models.BPE(ids, merges, unk_token="<unk>", byte_fallback=True))
-    fast.decoder = tokenizers.decoders.Sequence(
-        [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
-    )
+    fast.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])
     for text in AWKWARD + documents + random_texts(300):
         assert fast.encode(text).ids == tokenizer.encode(text)
         assert fast.decode(tokenizer.encode(text), skip_special_tokens=False) == text
@@ -170,9 +166,7 @@ def test_lossy_model_is_a_user_error(documents: list[str], options: dict[str, ob
         (["  \n", "\0"], 400, "hold no text"),
     ],
 )
-def test_impossible_training_is_a_user_error(
-    tmp_path: Path, texts: list[str], vocab_size: int, message: str
-) -> None:
+def test_impossible_training_is_a_user_error(tmp_path: Path, texts: list[str], vocab_size: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
         train_sentencepiece(texts, vocab_size, tmp_path / "tokenizer.model")
     assert list(tmp_path.iterdir()) == []

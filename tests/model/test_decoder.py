@@ -106,9 +106,7 @@ def test_a_later_token_leaves_earlier_logits_bit_equal(case: Case) -> None:
 
 def test_initial_values_depend_on_seed_and_name_only() -> None:
     case = CASES[0]
-    first, again, other = (
-        build_decoder(case.recipe().model, Mesh(), seed=seed).named_tensors() for seed in (3, 3, 4)
-    )
+    first, again, other = (build_decoder(case.recipe().model, Mesh(), seed=seed).named_tensors() for seed in (3, 3, 4))
     for name, parameter in first.items():
         assert np.array_equal(parameter.numpy(), again[name].numpy()), name
     name = "model.layers.0.self_attn.q_proj.weight"

@@ -13,6 +13,7 @@ import paddle
 import pytest
 
 from vha_paddle.ops.attention import causal_attention
+from vha_paddle.ops.linear import linear
 from vha_paddle.ops.loss import cross_entropy
 from vha_paddle.ops.norm import rms_norm
 from vha_paddle.ops.rope import apply_rope, rope_tables
@@ -32,6 +33,7 @@ CASES = {
     "apply_rope": Case(lambda x: apply_rope(x, *TABLES), ((2, 5, 3, 4),)),
     "causal_attention": Case(causal_attention, ((1, 5, 4, 3), (1, 5, 2, 3), (1, 5, 2, 3))),
     "swiglu": Case(swiglu, ((2, 5, 6), (2, 5, 6))),
+    "linear": Case(linear, ((2, 5, 6), (6, 3))),
     "cross_entropy": Case(lambda x: cross_entropy(x, LABELS), ((1, 5, 7),)),
 }
 

@@ -57,9 +57,7 @@ def attention_forward(
     return y_BSNH.reshape(B, S, N * H) @ weights["o_proj.weight"], cache
 
 
-def attention_backward(
-    dout_BSD: np.ndarray, cache: Mapping[str, Any]
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def attention_backward(dout_BSD: np.ndarray, cache: Mapping[str, Any]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """The gradients of the layer's input and of each of its weights."""
     weights, spec, x_BSD = cache["weights"], cache["spec"], cache["x"]
     B, S, D = x_BSD.shape

@@ -38,9 +38,7 @@ def global_norm(grads: Mapping[str, np.ndarray]) -> float:
     return float(np.sqrt(sum(np.sum(np.square(grad)) for grad in grads.values())))
 
 
-def clip_by_global_norm(
-    grads: Mapping[str, np.ndarray], max_norm: float
-) -> tuple[dict[str, np.ndarray], float]:
+def clip_by_global_norm(grads: Mapping[str, np.ndarray], max_norm: float) -> tuple[dict[str, np.ndarray], float]:
     """All gradients scaled by max_norm / max(norm, max_norm), and the norm before clipping."""
     norm = global_norm(grads)
     scale = max_norm / max(norm, max_norm)

@@ -21,15 +21,9 @@ FINITE_DIFFERENCES = 1e-9
 STEP = 1e-3
 
 SPECS = {
-    "mha": OracleSpec(
-        kind="grouped", hidden_size=D, num_attention_heads=3, num_key_value_heads=3, head_dim=H
-    ),
-    "gqa": OracleSpec(
-        kind="grouped", hidden_size=D, num_attention_heads=6, num_key_value_heads=2, head_dim=H
-    ),
-    "mqa": OracleSpec(
-        kind="grouped", hidden_size=D, num_attention_heads=3, num_key_value_heads=1, head_dim=H
-    ),
+    "mha": OracleSpec(kind="grouped", hidden_size=D, num_attention_heads=3, num_key_value_heads=3, head_dim=H),
+    "gqa": OracleSpec(kind="grouped", hidden_size=D, num_attention_heads=6, num_key_value_heads=2, head_dim=H),
+    "mqa": OracleSpec(kind="grouped", hidden_size=D, num_attention_heads=3, num_key_value_heads=1, head_dim=H),
 }
 VHA = replace(SPECS["gqa"], kind="vha", premix=True, postmix_rank=2)
 SPECS |= {"vha": VHA, "premix": replace(VHA, postmix_rank=0), "postmix": replace(VHA, premix=False)}
@@ -67,9 +61,7 @@ def assert_gradients(loss: Loss, inputs: Inputs, grads: Inputs) -> None:
 
 
 def decoder_spec(kind: str, tied: bool) -> OracleSpec:
-    return replace(
-        SPECS[kind], num_hidden_layers=2, intermediate_size=9, vocab_size=11, tie_word_embeddings=tied
-    )
+    return replace(SPECS[kind], num_hidden_layers=2, intermediate_size=9, vocab_size=11, tie_word_embeddings=tied)
 
 
 @pytest.mark.parametrize("kind", SPECS)

@@ -135,9 +135,7 @@ def text_files(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         for file in _files_below(path) if path.is_dir() else [path]:
             if not file.exists():
-                raise UserError(
-                    f"input {file} does not exist; name a .txt or .jsonl file, or a directory of them"
-                )
+                raise UserError(f"input {file} does not exist; name a .txt or .jsonl file, or a directory of them")
             if file.suffix not in SUFFIXES:
                 raise UserError(f"input {file} must end in .txt (one document) or .jsonl (one a line)")
             files.setdefault(file.resolve(), file)

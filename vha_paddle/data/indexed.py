@@ -132,9 +132,7 @@ def write_indexed(
     return manifest
 
 
-def _checked_documents(
-    documents: Iterable[Sequence[int]], vocab_size: int, eod_id: int | None
-) -> Iterator[np.ndarray]:
+def _checked_documents(documents: Iterable[Sequence[int]], vocab_size: int, eod_id: int | None) -> Iterator[np.ndarray]:
     """Each document as int64 ids, checked against the vocabulary and ended."""
     ending = np.array([] if eod_id is None else [eod_id], dtype=np.int64)
     for index, document in enumerate(documents):
@@ -150,9 +148,7 @@ def _checked_documents(
         yield ids
 
 
-def _build(
-    bin_path: Path, idx_path: Path, documents: Iterator[np.ndarray], vocab_size: int
-) -> tuple[int, int]:
+def _build(bin_path: Path, idx_path: Path, documents: Iterator[np.ndarray], vocab_size: int) -> tuple[int, int]:
     """Run PaddleNLP's builder, then its reader on the result; returns the numbers of documents and of tokens."""
     with _quiet_import():
         from paddlenlp.data.indexed_dataset import MMapIndexedDatasetBuilder, make_dataset
@@ -204,9 +200,7 @@ class IndexedTokens:
         manifest: the content of `<prefix>.json`, or None if there is no such file.
     """
 
-    def __init__(
-        self, prefix: Path, *, vocab_size: int | None = None, tokenizer_sha256: str | None = None
-    ) -> None:
+    def __init__(self, prefix: Path, *, vocab_size: int | None = None, tokenizer_sha256: str | None = None) -> None:
         """Open `<prefix>.bin` and `.idx` and check them against what the model expects.
 
         With `vocab_size` every token is looked at once: 1 s for some 10**9 of them if the disk keeps up.
@@ -224,9 +218,7 @@ class IndexedTokens:
         self._bin_path, idx_path = _suffixed(self.prefix, ".bin"), _suffixed(self.prefix, ".idx")
         for path in (idx_path, self._bin_path):
             if not (path.is_file() and os.access(path, os.R_OK)):
-                raise UserError(
-                    f"{path} is no file to read; make it with tools/prepare_data.py or correct its name"
-                )
+                raise UserError(f"{path} is no file to read; make it with tools/prepare_data.py or correct its name")
         dtype, self.sizes, self.document_starts = _read_index(idx_path, self._bin_path)
         self.tokens: np.ndarray = np.memmap(self._bin_path, dtype=dtype, mode="r")
         manifest_path = _suffixed(self.prefix, ".json")

@@ -56,9 +56,7 @@ class TokenBatches(_Windows):
         global_batch_size: B, samples of one optimizer step over all ranks.
     """
 
-    def __init__(
-        self, indexed: IndexedTokens, sequence_length: int, global_batch_size: int, seed: int
-    ) -> None:
+    def __init__(self, indexed: IndexedTokens, sequence_length: int, global_batch_size: int, seed: int) -> None:
         """Prepare the stream; nothing is read yet.
 
         Raises:

@@ -123,9 +123,7 @@ def _check_plan(plan: Plan) -> None:
         raise UserError(f"out {plan.out} is a file; name a folder")
     present = set(os.listdir(plan.out)) if plan.out.is_dir() else set()
     if present and not plan.overwrite:
-        raise UserError(
-            f"out {plan.out} is not empty; name another folder or replace its data with --overwrite"
-        )
+        raise UserError(f"out {plan.out} is not empty; name another folder or replace its data with --overwrite")
     foreign = sorted(present - _file_names())
     if foreign:
         raise UserError(f"out {plan.out} holds {foreign[0]}, which is not prepared data; name another folder")
@@ -161,9 +159,7 @@ def _count(documents: _Corpus, validation_fraction: float) -> dict[str, dict[str
     return splits
 
 
-def _write(
-    folder: Path, plan: Plan, tokenizer: Tokenizer | None, documents: _Corpus, summary: dict[str, Any]
-) -> None:
+def _write(folder: Path, plan: Plan, tokenizer: Tokenizer | None, documents: _Corpus, summary: dict[str, Any]) -> None:
     """Fill `folder`, and `summary` with what went into it."""
     if tokenizer is None:
         assert plan.train_vocab_size is not None

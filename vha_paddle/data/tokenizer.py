@@ -71,10 +71,7 @@ class Tokenizer:
                 raise UserError(f"{name} has no {role} token; train it with {role}_id >= 0")
         pieces = [f"<0x{byte:02X}>" for byte in SPACE_SYMBOL.encode()]
         self._space_symbol_ids = [self._processor.piece_to_id(piece) for piece in pieces]
-        if (
-            not all(map(self._processor.is_byte, self._space_symbol_ids))
-            or self.decode(self.encode(_PROBE)) != _PROBE
-        ):
+        if not all(map(self._processor.is_byte, self._space_symbol_ids)) or self.decode(self.encode(_PROBE)) != _PROBE:
             raise UserError(
                 f"{name} changes text (white space, case or rare characters); train it with byte_fallback, "
                 "the identity normalisation, no dummy prefix and remove_extra_whitespaces=false"

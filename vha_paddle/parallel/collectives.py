@@ -94,9 +94,7 @@ def copy_to_group(x: paddle.Tensor, group: Any) -> paddle.Tensor:
     return mp_ops._c_identity(x, group=group)
 
 
-def vocab_parallel_cross_entropy(
-    logits_BSV: paddle.Tensor, labels_BS: paddle.Tensor, group: Any
-) -> paddle.Tensor:
+def vocab_parallel_cross_entropy(logits_BSV: paddle.Tensor, labels_BS: paddle.Tensor, group: Any) -> paddle.Tensor:
     """Cross-entropy `[B, S]` of logits whose vocabulary axis is split over the group."""
     loss_BS1 = mp_ops._c_softmax_with_cross_entropy(logits_BSV, labels_BS.unsqueeze(-1), group=group)
     return loss_BS1.squeeze(-1)

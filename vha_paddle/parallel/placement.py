@@ -59,9 +59,7 @@ class Placement:
             return logical
         return self._region(logical, rank, degree).reshape(self.local_shape(degree))
 
-    def write_slice(
-        self, logical: np.ndarray[Any, Any], local: np.ndarray[Any, Any], rank: int, degree: int
-    ) -> None:
+    def write_slice(self, logical: np.ndarray[Any, Any], local: np.ndarray[Any, Any], rank: int, degree: int) -> None:
         """Put a rank's part into the logical tensor, in place."""
         if self.axis is None:
             logical[...] = local

@@ -122,9 +122,7 @@ class Scope:
         self._adopt(layer.weight, "weight", placement, initializer, "matrix")
         return layer
 
-    def _adopt(
-        self, parameter: Any, name: str, placement: Placement, initializer: Initializer, decay: Decay
-    ) -> None:
+    def _adopt(self, parameter: Any, name: str, placement: Placement, initializer: Initializer, decay: Decay) -> None:
         """Give a parameter its record and its initial value, the same values at every degree."""
         full_name = f"{self.path}.{name}"
         logical = initializer.draw(generator_for(self.seed, full_name), placement.shape)

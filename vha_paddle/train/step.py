@@ -65,4 +65,3 @@ def train_step(
         raise RunError(f"loss {loss} and gradient norm {norm}: not finite; lower optim.lr or look at the data")
     optimizer.step(learning_rate)
     return StepResult(loss, norm)
-

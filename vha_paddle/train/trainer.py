@@ -55,9 +55,7 @@ class RunData:
             return IndexedTokens(Path(prefix), vocab_size=vocab_size, tokenizer_sha256=tokenizer.digest)
 
         train = opened(recipe.data.train)
-        self.batches = TokenBatches(
-            train, recipe.data.sequence_length, recipe.data.global_batch_size, recipe.run.seed
-        )
+        self.batches = TokenBatches(train, recipe.data.sequence_length, recipe.data.global_batch_size, recipe.run.seed)
         self.train_tokens = train.num_tokens
         self.validation: ValidationWindows | None = None
         if recipe.data.validation is not None:

@@ -1,0 +1,78 @@
+"""A linear map without bias, whose three matrix products are split over threads by rows of their results.
+
+    y = x W        dx = dy W^T        dW = x^T dy
+
+MKL's own threads wait for each other inside a product, spinning. Whenever another program takes one of the
+cores that wait costs more than the product; threads with a share each are only joined at the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle import Tensor
+from paddle.autograd import PyLayer
+
+from vha_paddle.ops.backend import for_each_share, gradients_wanted, host_view, num_threads, on_gpu
+
+_MIN_ROWS = 128  # of a share: below, reading all of the other factor costs more than the waits
+
+
+def _matmul(left: Tensor, right: Tensor, transpose_right: bool = False) -> Tensor:
+    """left [M, K] times right [K, N], or its transpose [N, K]."""
+    if len(left) < _MIN_ROWS * num_threads():
+        return paddle.matmul(left, right, transpose_y=transpose_right)
+    out = paddle.empty([len(left), right.shape[0 if transpose_right else 1]], left.dtype)
+
+    def work(start: int, stop: int) -> None:
+        paddle.matmul(left[start:stop], right, transpose_y=transpose_right, out=out[start:stop])
+
+    for_each_share(len(left), work)
+    return out
+
+
+def _transposed_matmul(left: Tensor, right: Tensor) -> Tensor:
+    """left^T right for left [M, K] and right [M, N]: [K, N]."""
+    M, K = left.shape
+    if K < _MIN_ROWS * num_threads():
+        return paddle.matmul(left, right, transpose_x=True)
+    out = paddle.empty([K, right.shape[1]], left.dtype)
+    columns = host_view(left)
+
+    def work(start: int, stop: int) -> None:
+        own = paddle.empty([M, stop - start], left.dtype)
+        np.copyto(host_view(own), columns[:, start:stop])  # Paddle's copy of a strided tensor is 10 times slower
+        paddle.matmul(own, right, transpose_x=True, out=out[start:stop])
+
+    for_each_share(K, work)
+    return out
+
+
+class _Linear(PyLayer):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.wanted = gradients_wanted(x, weight)
+        x, weight = x.contiguous(), weight.contiguous()
+        ctx.save_for_backward(x, weight)
+        return _matmul(x.reshape([-1, x.shape[-1]]), weight).reshape([*x.shape[:-1], weight.shape[1]])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensor()
+        dy = grad.contiguous().reshape([-1, weight.shape[1]])
+        x_wanted, weight_wanted = ctx.wanted
+        return (
+            _matmul(dy, weight, transpose_right=True).reshape(x.shape) if x_wanted else None,
+            _transposed_matmul(x.reshape([-1, x.shape[-1]]), dy) if weight_wanted else None,
+        )
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x W, for x [..., in] and W [in, out]."""
+    if weight.ndim != 2 or x.shape[-1] != weight.shape[0]:
+        raise ValueError(f"weight of shape {weight.shape} does not fit the last axis of {x.shape}")
+    if on_gpu(x):  # not run on a GPU in this project's tests
+        return paddle.nn.functional.linear(x, weight)
+    return _Linear.apply(x, weight)
