@@ -31,12 +31,12 @@ def main() -> None:
         print(f"{name}: step {whole:.3f} s, of which forward and backward {passes:.3f} s")
     report("vha_step_time_over_gqa8", ratio, analytic + 0.02, "ratio", higher_is_better=False)
     for what in ("forward_backward", "seconds"):
-        shares = [flops("gqa8", causal=True) / a[what] / a["gemm_rate"] for a in gqa]
-        full = [flops("gqa8", causal=False) / a[what] / a["gemm_rate"] for a in gqa]
+        below, square = ([flops("gqa8", causal) / a[what] / a["gemm_rate"] for a in gqa] for causal in (True, False))
         print(
-            f"GEMM share by {what}: {statistics.median(shares):.3f} (counting the full score square {statistics.median(full):.3f})"
+            f"share of the GEMM rate by {what}: {statistics.median(below):.3f}, "
+            f"counting the whole square of scores {statistics.median(square):.3f}"
         )
-    report("gqa8_gemm_fraction", statistics.median(shares), 0.80, "fraction of the measured GEMM rate", True)
+    report("gqa8_gemm_fraction", statistics.median(below), 0.80, "fraction of the measured GEMM rate", True)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,10 @@ class Optimizer:
             parameter.clear_gradient(set_to_zero=False)
 
     def slots(self) -> dict[str, dict[str, paddle.Tensor]]:
-        """State of each parameter that this rank owns, by slot name: `moment1`, `moment2`, and `master` where weights are not float32."""
+        """State of each parameter that this rank owns, by slot name.
+
+        `moment1`, `moment2`, and `master` where weights are not float32.
+        """
         accumulators: dict[str, dict[str, paddle.Tensor]] = self._adamw._accumulators
         slots = {name: accumulators[name] for name in ("moment1", "moment2")}
         if self._adamw._master_weights:
