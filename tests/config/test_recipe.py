@@ -108,7 +108,7 @@ def test_numbers_are_read_as_yaml_1_2_does() -> None:
             "schedule.total_tokens=100: one optimizer step takes 2048 tokens (global_batch_size * sequence_length); "
             "use at least that",
         ),
-        ("schedule.min_lr=1.0", "schedule.min_lr=1.0: must not exceed optim.lr=0.003; lower it"),
+        ("schedule.min_lr=1.0", "schedule.min_lr=1.0: must not exceed optim.lr=0.004; lower it"),
         (
             "logging.wandb=online",
             "logging.wandb_project=null: a project is required with logging.wandb=online; name one",
@@ -130,7 +130,7 @@ def test_a_mistake_gives_one_line_with_key_value_rule_and_remedy(override: str, 
 
 
 def test_a_key_foreign_to_the_attention_kind_is_unknown() -> None:
-    overrides = ["model.attention={kind: grouped, num_attention_heads: 8, num_key_value_heads: 2, head_dim: 64}"]
+    overrides = ["model.attention={kind: grouped, num_attention_heads: 8, num_key_value_heads: 2, head_dim: 32}"]
     assert error_of(*overrides) == (
         "optim.decay_target=identity: has no effect with model.attention.kind=grouped; remove the key"
     )
@@ -138,7 +138,7 @@ def test_a_key_foreign_to_the_attention_kind_is_unknown() -> None:
 
 def test_fewer_kv_heads_than_ranks_are_accepted_and_odd_ones_refused() -> None:
     grouped = (
-        "model.attention={{kind: grouped, num_attention_heads: 12, num_key_value_heads: {}, head_dim: 64}}",
+        "model.attention={{kind: grouped, num_attention_heads: 12, num_key_value_heads: {}, head_dim: 32}}",
         "optim.decay_target=",
     )
     assert load_recipe(QUICKSTART, [grouped[0].format(2), grouped[1], "parallel.tensor=4"]).parallel.tensor == 4

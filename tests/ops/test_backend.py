@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 
@@ -81,3 +83,21 @@ def test_row_blocks_cover_the_rows_in_order() -> None:
 
 def test_a_row_larger_than_a_block_is_a_block() -> None:
     assert list(backend.row_blocks(0, 2, np.zeros(1 << 20))) == [slice(0, 1), slice(1, 2)]
+
+
+def test_a_prepared_process_reuses_its_memory_and_lets_idle_workers_sleep() -> None:
+    program = """
+import resource, paddle
+from vha_paddle.ops import backend
+backend.prepare_cpu_process()
+def page_faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    paddle.ones([1 << 24])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+page_faults()
+print(page_faults(), backend._openmp().kmp_get_blocktime())
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    page_faults, milliseconds_of_spinning = map(int, result.stdout.split()[-2:])
+    assert page_faults < 1000  # 64 MiB anew would be 16384
+    assert milliseconds_of_spinning == 0

@@ -13,8 +13,9 @@ import numpy as np
 import paddle
 import pytest
 
+from tests.tolerances import FLOAT32
 from tests.train.conftest import NUM_STEPS, MakeRecipe
-from vha_paddle.checkpoint.layout import open_checkpoint, step_directory
+from vha_paddle.checkpoint.layout import list_steps, open_checkpoint, step_directory
 from vha_paddle.config import Recipe, load_recipe
 from vha_paddle.errors import RunError, UserError
 from vha_paddle.parallel.mesh import Mesh
@@ -60,6 +61,58 @@ def test_the_console_shows_a_line_per_interval(make_recipe: MakeRecipe, capsys: 
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
     assert len(lines) == NUM_STEPS // 2
     assert all(part in lines[0] for part in ("loss", "lr", "grad norm", "tokens/s", "MFU", "ETA"))
+
+
+def test_the_last_step_is_saved_evaluated_and_shown_whatever_the_intervals(
+    make_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = make_recipe(checkpoint__interval=4, logging__eval_interval=4, logging__interval=4)
+    train(recipe)
+    assert list_steps(Path(recipe.run.output)) == [4, NUM_STEPS]
+    assert [line["step"] for line in records(recipe) if "val_loss" in line] == [4, NUM_STEPS]
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    assert [line.split()[1] for line in shown] == [f"4/{NUM_STEPS}", f"{NUM_STEPS}/{NUM_STEPS}"]
+
+
+def test_the_runs_seed_decides_the_first_weights(make_recipe: MakeRecipe) -> None:
+    def first_weights(seed: int) -> np.ndarray:
+        recipe = make_recipe(run__seed=seed)
+        return Trainer(recipe, RunData(recipe), Mesh()).model.embed_tokens.weight.numpy()
+
+    assert np.array_equal(first_weights(1), first_weights(1))
+    assert not np.array_equal(first_weights(1), first_weights(2))
+
+
+def test_an_update_has_the_length_of_the_recorded_learning_rate(make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe(schedule__total_tokens=64, schedule__warmup_tokens=0)  # one step, at min_lr
+    moved = np.abs(train(recipe).model.norm.weight.numpy() - 1)  # Adam's first step is +-rate, gains do not decay
+    assert records(recipe)[0]["lr"] == recipe.schedule.min_lr
+    assert moved.max() == pytest.approx(recipe.schedule.min_lr, rel=1e-2)
+
+
+def test_gradients_are_clipped_to_the_recipes_norm(make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe(schedule__total_tokens=64, schedule__warmup_tokens=0, optim__max_grad_norm=0.01)
+    means = train(recipe).optimizer.slots()["moment1"].values()
+    norm = np.sqrt(sum(np.square(mean.numpy()).sum() for mean in means)) / (1 - recipe.optim.beta1)
+    assert records(recipe)[0]["grad_norm"] > 0.01
+    assert norm == pytest.approx(0.01, rel=FLOAT32)
+
+
+def test_a_run_continues_from_its_newest_checkpoint(make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe()
+    train(recipe)
+    assert list_steps(Path(recipe.run.output)) == [3, NUM_STEPS]
+    assert Trainer(recipe, RunData(recipe), Mesh()).step == NUM_STEPS
+
+
+def test_a_line_of_metrics_cut_by_a_crash_is_written_anew(make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe()
+    train(recipe)
+    shutil.rmtree(step_directory(Path(recipe.run.output), NUM_STEPS))
+    metrics = Path(recipe.run.output) / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes()[:-10])
+    train(recipe)
+    assert [line["step"] for line in records(recipe)] == list(range(1, NUM_STEPS + 1))
 
 
 def test_a_run_resumed_in_the_middle_is_bit_equal_to_an_unbroken_one(make_recipe: MakeRecipe, tmp_path: Path) -> None:
