@@ -18,7 +18,7 @@ examples:
   one process:            python tools/train.py recipes/quickstart.yaml parallel.tensor=1
   two ranks, one machine: python -m paddle.distributed.launch --nproc_per_node 2 \\
                             tools/train.py recipes/quickstart.yaml
-  another learning rate:  python tools/train.py recipes/quickstart.yaml optim.lr=3e-4 run.output=runs/lr3e-4
+  another learning rate:  python tools/train.py recipes/quickstart.yaml optim.lr=1e-3 run.output=runs/lr1e-3
   what would run:         python tools/train.py recipes/quickstart.yaml --dry-run
 
 The run directory (run.output) holds metrics.jsonl (one JSON object per step), recipe.yaml (the recipe as it ran)

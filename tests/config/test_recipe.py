@@ -203,8 +203,8 @@ class TestTrainCommand:
 
     def test_print_config_is_a_recipe_again(self, tmp_path: Path) -> None:
         copy = tmp_path / "printed.yaml"
-        copy.write_text(self.run(tmp_path, "--print-config", "optim.lr=3e-4").stdout, encoding="utf-8")
-        assert load_recipe(copy) == load_recipe(QUICKSTART, ["optim.lr=3e-4"])
+        copy.write_text(self.run(tmp_path, "--print-config", "optim.lr=1e-3").stdout, encoding="utf-8")
+        assert load_recipe(copy) == load_recipe(QUICKSTART, ["optim.lr=1e-3"])
 
     def test_dry_run_says_what_would_run(self, tmp_path: Path) -> None:
         result = self.run(tmp_path, "--dry-run", "--json")
