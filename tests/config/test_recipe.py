@@ -58,9 +58,9 @@ def test_the_editors_schema_is_the_one_the_code_makes() -> None:
 
 
 def test_derived_numbers() -> None:
-    recipe = load_recipe(QUICKSTART, ["schedule.total_tokens=50e9", "data.micro_batch_size=4"])
-    assert recipe.tokens_per_step == 8 * 256
-    assert recipe.num_steps == 50_000_000_000 // 2048
+    recipe = load_recipe(QUICKSTART, ["schedule.total_tokens=50e9", "data.micro_batch_size=2"])
+    assert recipe.tokens_per_step == 4 * 256
+    assert recipe.num_steps == 50_000_000_000 // 1024
     assert recipe.num_microbatches == 2
     assert recipe.num_ranks == 2
 
@@ -105,7 +105,7 @@ def test_numbers_are_read_as_yaml_1_2_does() -> None:
         ),
         (
             "schedule.total_tokens=100",
-            "schedule.total_tokens=100: one optimizer step takes 2048 tokens (global_batch_size * sequence_length); "
+            "schedule.total_tokens=100: one optimizer step takes 1024 tokens (global_batch_size * sequence_length); "
             "use at least that",
         ),
         ("schedule.min_lr=1.0", "schedule.min_lr=1.0: must not exceed optim.lr=0.004; lower it"),
@@ -156,8 +156,8 @@ def test_sequence_parallel_needs_tensor_ranks_and_a_sequence_that_divides() -> N
 
 def test_data_ranks_divide_the_global_batch() -> None:
     recipe = load_recipe(QUICKSTART, ["parallel.data=2", "parallel.sharding=2", "data.micro_batch_size=1"])
-    assert (recipe.num_ranks, recipe.num_data_ranks, recipe.num_microbatches) == (8, 4, 2)
-    assert "times 2 data ranks; use 16" in error_of("parallel.data=2")
+    assert (recipe.num_ranks, recipe.num_data_ranks, recipe.num_microbatches) == (8, 4, 1)
+    assert "times 2 data ranks; use 8" in error_of("parallel.data=2")
 
 
 def test_a_repeated_key_is_an_error_that_names_its_line(tmp_path: Path) -> None:

@@ -1,0 +1,61 @@
+"""Loading: tensors that do not fit the model, or that mean something else, are refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.checkpoints import SMALL_VHA, small_recipe, trained_weights, write_checkpoint
+from vha_paddle.checkpoint import layout
+from vha_paddle.checkpoint.load import load_parameters
+from vha_paddle.errors import UserError
+from vha_paddle.model.decoder import build_decoder
+from vha_paddle.parallel.mesh import Mesh
+
+RECIPE = small_recipe(SMALL_VHA)
+NAME = "model.layers.1.self_attn.q_proj.weight"
+
+
+def load(path: Path, weights: dict[str, np.ndarray]) -> None:
+    write_checkpoint(path, RECIPE, weights, b"a tokenizer")
+    model = build_decoder(RECIPE.model, Mesh(), seed=0)
+    load_parameters(model.named_tensors(), layout.open_checkpoint(path).model_tensors(), Mesh())
+    for name, parameter in model.named_tensors().items():
+        assert np.array_equal(parameter.numpy(), weights[name]), name
+
+
+def test_every_parameter_takes_the_value_of_the_file(tmp_path: Path) -> None:
+    load(tmp_path / "checkpoint", trained_weights(RECIPE))
+
+
+def test_a_tensor_left_over_is_refused(tmp_path: Path) -> None:
+    weights = trained_weights(RECIPE)
+    with pytest.raises(UserError, match="unexpected tensor model.layers.2.extra"):
+        load(tmp_path / "checkpoint", weights | {"model.layers.2.extra": np.zeros(3, np.float32)})
+
+
+def test_a_missing_tensor_is_refused(tmp_path: Path) -> None:
+    weights = trained_weights(RECIPE)
+    del weights[NAME]
+    with pytest.raises(UserError, match=f"tensor {NAME} is missing"):
+        load(tmp_path / "checkpoint", weights)
+
+
+def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
+    weights = trained_weights(RECIPE)
+    weights[NAME] = np.ascontiguousarray(weights[NAME].T)
+    with pytest.raises(UserError, match=rf"{NAME} has shape \[24, 20\], the model needs \[20, 24\]"):
+        load(tmp_path / "checkpoint", weights)
+
+
+@pytest.mark.parametrize(("key", "value"), [("head_order", "head_major"), ("linear_layout", "out_in")])
+def test_a_file_of_another_orientation_or_head_order_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(layout.TENSOR_METADATA, key, value)
+        path = write_checkpoint(tmp_path / "checkpoint", RECIPE, trained_weights(RECIPE), b"a tokenizer")
+    with pytest.raises(UserError, match=f"metadata {key}={value}: must be {layout.TENSOR_METADATA[key]}"):
+        layout.open_checkpoint(path).model_tensors()
