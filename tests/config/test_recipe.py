@@ -101,7 +101,7 @@ def test_numbers_are_read_as_yaml_1_2_does() -> None:
         ("parallel.pipeline=2", "parallel.pipeline=2: this axis is not available yet; use 1"),
         (
             "data.global_batch_size=10",
-            "data.global_batch_size=10: must be a multiple of data.micro_batch_size=8 times 1 data ranks; use 8 or 16",
+            "data.global_batch_size=10: must be a multiple of data.micro_batch_size=4 times 1 data ranks; use 8 or 12",
         ),
         (
             "schedule.total_tokens=100",
