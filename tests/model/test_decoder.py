@@ -79,7 +79,7 @@ def oracle_training(case: Case) -> dict[str, np.ndarray]:
                 decays = case.decay_target != "none"
                 if name.endswith("premix") and case.decay_target == "identity":
                     origin = np.broadcast_to(np.eye(weight.shape[-1]), weight.shape)
-            spec = AdamWSpec(learning_rate=optim.lr, weight_decay=optim.weight_decay if decays else 0.0)
+            spec = AdamWSpec(learning_rate=optim.lr, eps=optim.eps, weight_decay=optim.weight_decay if decays else 0.0)
             moved, states[name] = adamw_update(weight - origin, gradients[name], states[name], spec)
             weights[name] = moved + origin
     return weights

@@ -19,14 +19,14 @@ def calculate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 def test_the_cache_is_printed_as_json(tmp_path: Path) -> None:
     result = calculate(tmp_path, "cache", RECIPE, "--json")
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["bfloat16_bytes_per_token_per_layer"] == 2 * 2 * 64 * 2
+    assert json.loads(result.stdout)["bfloat16_bytes_per_token_per_layer"] == 2 * 2 * 32 * 2
 
 
 def test_an_override_changes_the_parameters_of_a_rank(tmp_path: Path) -> None:
     result = calculate(tmp_path, "params", RECIPE, "--json", "parallel.tensor=1")
     found = json.loads(result.stdout)
     assert found["total_on_one_rank"] == found["total"]
-    assert found["total_served_folded"] == found["total"] + 4 * (256 * 256 - 2 * 64 * 64 - 2 * 8 * 2)
+    assert found["total_served_folded"] == found["total"] + 4 * (192 * 4 * 32 - 2 * 32 * 32 - 2 * 8 * 2)
 
 
 def test_flops_are_printed_as_a_table_with_every_convention(tmp_path: Path) -> None:
