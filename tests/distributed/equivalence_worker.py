@@ -16,6 +16,7 @@ from tests.cases import CASES, NUM_STEPS, Case, batches
 from vha_paddle.checkpoint.load import load_parameters
 from vha_paddle.checkpoint.save import host_array
 from vha_paddle.model.decoder import build_decoder
+from vha_paddle.parallel import collectives
 from vha_paddle.parallel.gradients import clip_by_global_norm, complete_gradients
 from vha_paddle.parallel.mesh import Mesh, start_mesh
 from vha_paddle.parallel.placement import info_of
@@ -68,6 +69,7 @@ def main() -> None:
     directory, layout, dtypes = Path(sys.argv[1]), sys.argv[2], sys.argv[3].split(",")
     recipe = CASES[0].recipe(layout)
     mesh = start_mesh(recipe.parallel, recipe.num_ranks)
+    collectives._BUCKET_ELEMENTS = 500  # small models, yet several buckets: some of one gradient, some of many
     for dtype in dtypes:
         for case in CASES:
             run_case(case, directory, layout, dtype, mesh)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import paddle
-import paddle.nn.functional as F
 from paddle import nn
 
 from vha_paddle.attention.base import RotaryTables, norm_and_rotate
 from vha_paddle.config import GroupedAttention
 from vha_paddle.ops.attention import causal_attention
+from vha_paddle.ops.linear import linear
 from vha_paddle.parallel.init import Normal
 from vha_paddle.parallel.scope import RMSNorm, Scope
 
@@ -61,4 +61,4 @@ class SelfAttentionGrouped(nn.Layer):
     def _key_value(self, x_BSD: paddle.Tensor, projection: nn.Layer) -> paddle.Tensor:
         if self.kv_columns is None:
             return projection(x_BSD)
-        return F.linear(x_BSD, projection.weight[:, self.kv_columns])
+        return linear(x_BSD, projection.weight[:, self.kv_columns])

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import paddle
-from paddle import Tensor, nn
+from paddle import Tensor
 from paddle.autograd import PyLayer
 
 from vha_paddle.ops.backend import (
@@ -97,16 +97,3 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if on_gpu(x):  # not run in this project's tests; the kernel accumulates in float32
         return paddle.nn.functional.rms_norm(x, weight.shape, weight.astype(x.dtype), eps)[0]
     return _RMSNorm.apply(x, weight, eps)
-
-
-class RMSNorm(nn.Layer):
-    """`rms_norm` with its gain, parameter `weight` [size], starting at one."""
-
-    def __init__(self, size: int, eps: float, dtype: str = "float32") -> None:
-        super().__init__()
-        self.eps = eps
-        one = nn.initializer.Constant(1.0)
-        self.weight = self.create_parameter([size], dtype=dtype, default_initializer=one)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)

@@ -8,7 +8,6 @@ layer only multiplies. How the region is left (summed, or summed and cut by sequ
 from __future__ import annotations
 
 import paddle
-import paddle.nn.functional as F
 from paddle.distributed.fleet.layers.mpu import mp_ops
 from paddle.distributed.fleet.meta_parallel import (
     ColumnParallelLinear,
@@ -16,6 +15,7 @@ from paddle.distributed.fleet.meta_parallel import (
     VocabParallelEmbedding,
 )
 
+from vha_paddle.ops.linear import linear
 from vha_paddle.parallel.mesh import Mesh
 
 
@@ -31,7 +31,7 @@ class ColumnLinear(ColumnParallelLinear):
         )
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        return F.linear(x, self.weight)
+        return linear(x, self.weight)
 
 
 class RowLinear(RowParallelLinear):
@@ -47,7 +47,7 @@ class RowLinear(RowParallelLinear):
         self.mesh = mesh
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        return self.mesh.leave_tensor_region(F.linear(x, self.weight))
+        return self.mesh.leave_tensor_region(linear(x, self.weight))
 
 
 class VocabEmbedding(VocabParallelEmbedding):

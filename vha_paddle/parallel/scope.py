@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import paddle
-import paddle.nn.functional as F
 from paddle import nn
 
+from vha_paddle.ops.linear import linear
 from vha_paddle.ops.norm import rms_norm
 from vha_paddle.parallel.init import Constant, Initializer, generator_for
 from vha_paddle.parallel.mesh import Mesh
@@ -43,7 +43,7 @@ class Linear(nn.Layer):
         self.weight = scope.parameter(self, "weight", placement, initializer, "matrix")
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        return F.linear(x, self.weight)
+        return linear(x, self.weight)
 
 
 @dataclass(frozen=True)
