@@ -1,4 +1,4 @@
-"""The optimizer's constants. Its updates are compared with the oracle's in tests/model, at the default constants."""
+"""The optimizer's constants. Its updates are compared with the oracle's in tests/model, at one set of constants."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ def test_every_constant_of_the_recipe_reaches_adamw(constants: dict[str, float])
     recipe = recipe.model_copy(update={"optim": recipe.optim.model_copy(update=constants)})
     model = build_decoder(recipe.model, Mesh(), seed=0, dtype="float64")
     parameter, optimizer = model.named_tensors()[NAME], Optimizer(model.parameters(), recipe, Mesh())
-    weight, spec = parameter.numpy(), AdamWSpec(learning_rate=0.01, **constants)
+    optim, weight = recipe.optim, parameter.numpy()
     state = initial_state(weight)
+    spec = AdamWSpec(
+        learning_rate=0.01, beta1=optim.beta1, beta2=optim.beta2, eps=optim.eps, weight_decay=optim.weight_decay
+    )
     for gradient in np.random.default_rng(0).standard_normal((3, *weight.shape)):
         (parameter * paddle.to_tensor(gradient)).sum().backward()
         optimizer.step(spec.learning_rate)
