@@ -92,14 +92,6 @@ class Mesh:
         if self.num_ranks > 1:
             dist.barrier()
 
-    def agreed(self, value: float) -> float:
-        """The main rank's `value`, on every rank."""
-        if self.num_ranks == 1:
-            return value
-        holder = paddle.to_tensor([value], dtype="float64")
-        dist.broadcast(holder, src=0)
-        return float(holder.numpy()[0])
-
     def any_rank(self, flag: bool) -> bool:
         """Whether `flag` holds on at least one rank."""
         if self.num_ranks == 1:
