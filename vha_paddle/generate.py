@@ -113,12 +113,7 @@ class CachedDecoder:
             x_BSD = x_BSD + self._attend(block.self_attn, block.input_layernorm(x_BSD), cache)
             x_BSD = x_BSD + block.mlp(block.post_attention_layernorm(x_BSD))
         self.length = end
-        x_BD = self.model.norm(x_BSD[:, -1])
-        if self.model.lm_head is not None:
-            logits_BV = self.model.lm_head(x_BD)
-        else:
-            logits_BV = paddle.matmul(x_BD, self.model.embed_tokens.weight, transpose_y=True)
-        return logits_BV.astype("float32").numpy()
+        return self.model.head(x_BSD[:, -1]).astype("float32").numpy()
 
     def _attend(self, layer: SelfAttentionGrouped, x_BSD: paddle.Tensor, cache: LayerCache) -> paddle.Tensor:
         """What `layer` computes for the positions from `self.length` on."""

@@ -96,14 +96,14 @@ def _logical_tensors(optimizer: OptimizerState) -> dict[str, dict[str, TensorSpe
     """dtype and logical shape of every tensor of the two files, also of those that other ranks own."""
     model: dict[str, TensorSpec] = {}
     state: dict[str, TensorSpec] = {}
-    slots = {slot: host_array(_any(tensors)).dtype for slot, tensors in optimizer.slots().items()}
+    slots = {slot: _dtype(_any(tensors)) for slot, tensors in optimizer.slots().items()}
     for parameter in optimizer.parameters:
         info = info_of(parameter)
-        model[info.name] = (host_array(parameter).dtype, info.placement.shape)
+        model[info.name] = (_dtype(parameter), info.placement.shape)
         for slot, dtype in slots.items():
             state[f"{info.name}.{slot}"] = (dtype, info.placement.shape)
     for name, powers in optimizer.powers().items():
-        state[f"{name}_power"] = (host_array(_any(powers)).dtype, (1,))
+        state[f"{name}_power"] = (_dtype(_any(powers)), (1,))
     return {MODEL_FILE: model, OPTIMIZER_FILE: state}
 
 
@@ -133,6 +133,11 @@ def _write_slices(directory: Path, optimizer: OptimizerState, mesh: Mesh) -> Non
 def _any(tensors: Mapping[str, paddle.Tensor]) -> paddle.Tensor:
     """One of a slot's tensors: what holds for it holds for all."""
     return next(iter(tensors.values()))
+
+
+def _dtype(tensor: paddle.Tensor) -> np.dtype[Any]:
+    """numpy's name for a tensor's dtype, without copying the tensor to the host."""
+    return np.dtype(str(tensor.dtype).removeprefix("paddle."))
 
 
 def _stop_if_any_failed(failure: OSError | None, temporary: Path, mesh: Mesh) -> None:

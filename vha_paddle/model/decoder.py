@@ -56,6 +56,10 @@ class Decoder(nn.Layer):
         x_BSD = self.embed_tokens(tokens_BS)
         for block in self.layers:
             x_BSD = block(x_BSD, self.rope)
+        return self.head(x_BSD)
+
+    def head(self, x_BSD: paddle.Tensor) -> paddle.Tensor:
+        """Logits of what the last block gave, for the positions handed in."""
         x_BSD = self.mesh.enter_tensor_region(self.norm(x_BSD))
         if self.lm_head is not None:
             return self.lm_head(x_BSD)
