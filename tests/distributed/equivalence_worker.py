@@ -18,8 +18,9 @@ from vha_paddle.checkpoint.save import host_array
 from vha_paddle.model.decoder import build_decoder
 from vha_paddle.parallel import collectives
 from vha_paddle.parallel.gradients import clip_by_global_norm, complete_gradients
-from vha_paddle.parallel.mesh import Mesh, start_mesh
+from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.parallel.placement import info_of
+from vha_paddle.parallel.start import start_mesh
 from vha_paddle.tensor_file import create_tensors, fill_tensors, read_tensors
 from vha_paddle.train.optimizer import Optimizer
 from vha_paddle.train.step import accumulate_gradients

@@ -12,7 +12,7 @@ from vha_paddle.checkpoint.load import load_optimizer, load_parameters
 from vha_paddle.checkpoint.save import save_checkpoint
 from vha_paddle.config import Parallel
 from vha_paddle.model.decoder import build_decoder
-from vha_paddle.parallel.mesh import start_mesh
+from vha_paddle.parallel.start import start_mesh
 from vha_paddle.train.optimizer import Optimizer
 
 

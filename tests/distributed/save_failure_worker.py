@@ -12,7 +12,7 @@ from tests.checkpoints import STATE
 from vha_paddle.checkpoint import save
 from vha_paddle.errors import RunError
 from vha_paddle.model.decoder import build_decoder
-from vha_paddle.parallel.mesh import start_mesh
+from vha_paddle.parallel.start import start_mesh
 from vha_paddle.train.optimizer import Optimizer
 
 

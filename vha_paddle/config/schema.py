@@ -75,6 +75,9 @@ class VirtualHeadAttention(Section):
     """The noise factor of `premix_init`."""
     postmix_init_std: PositiveFloat = 0.01
     """Standard deviation of A at the start. B starts at zero, so Postmix starts as the identity."""
+    postmix_space: Literal["activation", "weight"] = "activation"
+    """Where training applies Postmix: to the heads' outputs, or to W_O once per forward pass. The same function and
+    gradients; `weight` saves no activation and adds no communication per token under tensor parallelism."""
 
     @property
     def num_physical_heads(self) -> int:
@@ -108,6 +111,9 @@ class Model(Section):
     """Standard deviation of every projection and of the embedding at the start."""
     tie_word_embeddings: bool
     """Use the embedding as the output projection."""
+    hidden_dropout: Fraction = 0.0
+    """Share of each attention and MLP output that is dropped before it joins the residual stream, in training. Which
+    values are dropped follows from run.seed, layer, sample, position and channel, so it is alike in every layout."""
     attention: Attention
 
 
@@ -179,7 +185,10 @@ class Parallel(Section):
     sharding: Positive = 1
     """Data-parallel ranks that split optimizer state (ZeRO)."""
     sharding_stage: Literal[1, 2, 3] = 1
+    """What they split: 1 the optimizer's state, 2 also the gradients, 3 also the weights."""
     context: Positive = 1
+    """Ranks that split the sequence; each holds two pieces of it, an early and a late one, so that causal attention
+    costs all of them the same."""
     expert: Positive = 1
 
 
@@ -189,6 +198,13 @@ class Precision(Section):
     bfloat16 kernels on CPU."""
 
 
+class Memory(Section):
+    """What is computed again in backward rather than kept."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    """`selective`: attention between its projections (norms, RoPE, scores and VHA's maps). `full`: every block."""
+
+
 class Checkpoint(Section):
     interval: Positive | None = None
     """Optimizer steps between checkpoints; none means only the last step is saved."""
@@ -196,6 +212,8 @@ class Checkpoint(Section):
     """Newest checkpoints kept; older ones are removed after a newer one is complete."""
     resume: Literal["auto", "never"] = "auto"
     """`auto` continues from the newest complete checkpoint in run.output; `never` refuses to start over one."""
+    asynchronous: bool = False
+    """Training goes on as soon as the state is copied to host memory; the files are written behind it."""
 
 
 class Logging(Section):
@@ -210,6 +228,11 @@ class Logging(Section):
     """Required when wandb is on."""
 
 
+class Debug(Section):
+    check_ranks_interval: Positive | None = None
+    """Optimizer steps between checks that ranks which hold the same parameter hold the same values."""
+
+
 class Recipe(Section):
     """One training run, complete."""
 
@@ -220,8 +243,10 @@ class Recipe(Section):
     schedule: Schedule
     parallel: Parallel = Parallel()
     precision: Precision = Precision()
+    memory: Memory = Memory()
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
+    debug: Debug = Debug()
 
     @property
     def tokens_per_step(self) -> int:

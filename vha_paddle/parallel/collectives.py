@@ -1,4 +1,4 @@
-"""The communications of tensor parallelism, each with its gradient."""
+"""The communications of tensor and context parallelism, each with its gradient."""
 
 from __future__ import annotations
 
@@ -87,6 +87,37 @@ def _scatter_sum(x_BSD: paddle.Tensor, group: Any) -> paddle.Tensor:
     share = paddle.empty([whole.shape[0] // group.nranks, *whole.shape[1:]], whole.dtype)
     dist.stream.reduce_scatter(share, whole, group=group)
     return share.transpose([1, 0, 2]).contiguous()
+
+
+def pieces_of(rank: int, degree: int) -> tuple[int, int]:
+    """The pieces of the 2 * degree of a sequence that a context rank holds: an early one and its mirror image."""
+    return rank, 2 * degree - 1 - rank
+
+
+class _GatherContext(PyLayer):
+    @staticmethod
+    def forward(ctx: Any, x_BSE: paddle.Tensor, group: Any) -> paddle.Tensor:
+        ctx.group = group
+        held = [piece for rank in range(group.nranks) for piece in pieces_of(rank, group.nranks)]
+        return _reorder(_gather(x_BSE, group), [held.index(piece) for piece in range(len(held))])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
+        held = [piece for rank in range(ctx.group.nranks) for piece in pieces_of(rank, ctx.group.nranks)]
+        return _scatter_sum(_reorder(gradient, held), ctx.group)
+
+
+def _reorder(x_BSE: paddle.Tensor, order: list[int]) -> paddle.Tensor:
+    """The sequence cut into equal pieces and put together in another order."""
+    pieces = paddle.split(x_BSE, len(order), axis=1)
+    return paddle.concat([pieces[index] for index in order], axis=1)
+
+
+def gather_context(x_BSKH: paddle.Tensor, group: Any) -> paddle.Tensor:
+    """Every context rank's positions of `x`, in the order of the sequence; gradients are summed and cut back."""
+    batch, share, heads, width = x_BSKH.shape
+    whole = _GatherContext.apply(x_BSKH.reshape([batch, share, heads * width]), group)
+    return whole.reshape([batch, -1, heads, width])
 
 
 def copy_to_group(x: paddle.Tensor, group: Any) -> paddle.Tensor:

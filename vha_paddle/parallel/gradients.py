@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import paddle
-import paddle.distributed as dist
 
 from vha_paddle.parallel.collectives import all_reduce_gradients
 from vha_paddle.parallel.mesh import Mesh
+from vha_paddle.parallel.ownership import answered_for
 from vha_paddle.parallel.placement import info_of
 
 
@@ -23,33 +24,29 @@ def complete_gradients(parameters: Sequence[paddle.Tensor], mesh: Mesh) -> None:
     if mesh.tensor_degree > 1:
         partial = [parameter.grad for parameter in parameters if info_of(parameter).placement.partial_gradient]
         all_reduce_gradients(partial, mesh.tensor_group)
-    for group in mesh.replica_groups:
-        all_reduce_gradients([parameter.grad for parameter in parameters], group)
+    for groups, is_expert in ((mesh.gradient_groups, False), (mesh.expert_gradient_groups, True)):
+        gradients = [parameter.grad for parameter in parameters if info_of(parameter).is_expert == is_expert]
+        for group in groups:
+            all_reduce_gradients(gradients, group)
 
 
 def clip_by_global_norm(parameters: Sequence[paddle.Tensor], max_norm: float, mesh: Mesh) -> float:
     """Scale all gradients so that their norm together is at most `max_norm`; returns the norm before.
 
-    The squares of split parameters are summed over the tensor ranks; a parameter that every rank holds whole
-    counts once.
+    Each part of each parameter is counted by the one rank that answers for it.
     """
-    split = [p.grad for p in parameters if info_of(p).placement.axis is not None]
-    whole = [p.grad for p in parameters if info_of(p).placement.axis is None]
     with paddle.no_grad():
-        squares = _sum_of_squares(split)
-        if mesh.tensor_degree > 1:
-            dist.all_reduce(squares, group=mesh.tensor_group)
-        squares = squares + _sum_of_squares(whole)
-        norm = float(paddle.sqrt(squares).numpy()[0])
+        squares = _sum_of_squares([parameter.grad for parameter in answered_for(parameters, mesh)])
+        norm = math.sqrt(mesh.sum_over_ranks(squares))
         if norm > max_norm:
             for parameter in parameters:
                 parameter.grad.scale_(max_norm / norm)
     return norm
 
 
-def _sum_of_squares(gradients: Sequence[paddle.Tensor]) -> paddle.Tensor:
-    """`[1]`, in float64: the sum over a billion elements keeps its digits."""
+def _sum_of_squares(gradients: Sequence[paddle.Tensor]) -> float:
+    """In float64: the sum over a billion elements keeps its digits."""
     total = paddle.zeros([1], dtype="float64")
     for gradient in gradients:
         total = total + paddle._C_ops.squared_l2_norm(gradient).astype("float64")
-    return total
+    return float(total.numpy()[0])

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import paddle
 import paddle.distributed as dist
 
-from vha_paddle.config import Parallel
-from vha_paddle.errors import UserError
 from vha_paddle.ops.loss import cross_entropy
-from vha_paddle.parallel import collectives, gloo
+from vha_paddle.parallel import collectives
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """One process's place among the ranks."""
+    """One process's place among the ranks; groups are fleet's, None at degree 1."""
 
     rank: int = 0
     """Index of this process among all."""
@@ -25,19 +23,33 @@ class Mesh:
     tensor_rank: int = 0
     tensor_degree: int = 1
     tensor_group: Any = None
-    """fleet's group of the tensor-parallel ranks; None at degree 1."""
     sequence: bool = False
     """Outside the tensor region each tensor rank holds its share of the sequence."""
+    pipeline_rank: int = 0
+    pipeline_degree: int = 1
+    pipeline_group: Any = None
+    virtual_pipeline: int = 1
+    """Model chunks of each pipeline rank."""
+    context_rank: int = 0
+    context_degree: int = 1
+    context_group: Any = None
     data_rank: int = 0
     """Which part of the global batch this process reads."""
     data_degree: int = 1
     """Parts that the global batch is cut into: data times sharding ranks."""
-    replica_groups: tuple[Any, ...] = ()
-    """fleet's groups over which gradients are summed, one per axis of data parallelism."""
     sharding_rank: int = 0
     sharding_degree: int = 1
     sharding_group: Any = None
     """Ranks that divide the optimizer's state among them."""
+    sharding_stage: int = 1
+    expert_rank: int = 0
+    expert_degree: int = 1
+    expert_group: Any = None
+    """Ranks, consecutive on the sharding axis, that hold different experts and exchange tokens."""
+    gradient_groups: tuple[Any, ...] = ()
+    """Groups over which gradients are summed, one per axis on which ranks see different tokens."""
+    expert_gradient_groups: tuple[Any, ...] = ()
+    """The same for the parameters of experts: without the ranks that hold other experts."""
 
     @property
     def is_main(self) -> bool:
@@ -48,6 +60,31 @@ class Mesh:
     def replica(self) -> int:
         """Which copy of weights and optimizer state this process belongs to: its place on the data axis."""
         return self.data_rank // self.sharding_degree
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this process holds the end of the pipeline, where the loss is."""
+        return self.pipeline_rank == self.pipeline_degree - 1
+
+    def pieces(self, share: int) -> list[tuple[int, int]]:
+        """The positions [start, stop) of the sequence that this rank holds, `share` of them in all.
+
+        Context parallel cuts the sequence into 2c pieces; rank r holds piece r and piece 2c - 1 - r, so that early
+        queries with few keys and late ones with many come to the same work on every rank.
+        """
+        if self.context_degree == 1:
+            return [(0, share)]
+        size = share // 2
+        return [(i * size, (i + 1) * size) for i in collectives.pieces_of(self.context_rank, self.context_degree)]
+
+    def own_positions(self, sequence_length: int) -> np.ndarray[Any, Any]:
+        """Indices into a whole sequence of the positions that this rank holds."""
+        pieces = self.pieces(sequence_length // self.context_degree)
+        return np.concatenate([np.arange(start, stop) for start, stop in pieces])
+
+    def gather_context(self, x_BSKH: paddle.Tensor) -> paddle.Tensor:
+        """Every context rank's positions, in the order of the sequence; gradients are summed and cut back."""
+        return x_BSKH if self.context_degree == 1 else collectives.gather_context(x_BSKH, self.context_group)
 
     def enter_tensor_region(self, x: paddle.Tensor) -> paddle.Tensor:
         """Into the region where ranks hold different heads or channels: identity forward, gradients summed.
@@ -78,14 +115,22 @@ class Mesh:
             return cross_entropy(logits_BSV, labels_BS)
         return collectives.vocab_parallel_cross_entropy(logits_BSV, labels_BS, self.tensor_group)
 
-    def sum_over_data(self, value: float) -> float:
-        """Sum of every data rank's number."""
-        if not self.replica_groups:
-            return value
-        holder = paddle.to_tensor([value], dtype="float64")
-        for group in self.replica_groups:
-            dist.all_reduce(holder, group=group)
-        return float(holder.numpy()[0])
+    def sum_over_batch(self, value: float) -> float:
+        """Sum of every rank's number over the parts of the batch, from the last pipeline stage to all."""
+        groups = self.gradient_groups + ((self.pipeline_group,) if self.pipeline_degree > 1 else ())
+        return self._reduce(value if self.is_last_stage else 0.0, groups)
+
+    def sum_over_ranks(self, value: float) -> float:
+        """Sum of every rank's number."""
+        return value if self.num_ranks == 1 else self._reduce(value, (None,))
+
+    def objects(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in the order of ranks."""
+        if self.num_ranks == 1:
+            return [value]
+        values: list[Any] = []
+        dist.all_gather_object(values, value)
+        return values
 
     def barrier(self) -> None:
         """Wait for every rank."""
@@ -100,62 +145,11 @@ class Mesh:
         dist.all_reduce(holder, op=dist.ReduceOp.MAX)
         return bool(holder.numpy()[0] > 0)
 
-
-def launched_ranks() -> int:
-    """How many processes the launcher started (1 without a launcher)."""
-    return dist.ParallelEnv().world_size
-
-
-def start_mesh(parallel: Parallel, num_ranks: int) -> Mesh:
-    """Join the ranks the launcher started and build the mesh a recipe asks for.
-
-    Raises:
-        UserError: the launcher started another number of processes than the degrees multiply to.
-    """
-    launched = launched_ranks()
-    if launched != num_ranks:
-        raise UserError(
-            f"parallel: the degrees multiply to {num_ranks} ranks but {launched} "
-            f"{'process was' if launched == 1 else 'processes were'} started; launch with "
-            f"`python -m paddle.distributed.launch --nproc_per_node {num_ranks} …` or change parallel.*"
-        )
-    if num_ranks == 1:
-        return Mesh()
-    return _start_fleet(parallel)
-
-
-def _start_fleet(parallel: Parallel) -> Mesh:
-    from paddle.distributed import fleet
-
-    if paddle.device.get_device() == "cpu":
-        os.environ["PADDLE_DISTRI_BACKEND"] = "gloo"  # how fleet is told; the wheel's default is NCCL
-        gloo.install()
-    strategy = fleet.DistributedStrategy()
-    strategy.hybrid_configs = {
-        "dp_degree": parallel.data,
-        "mp_degree": parallel.tensor,
-        "pp_degree": 1,
-        "sharding_degree": parallel.sharding,
-        "mp_configs": {"need_broadcast_data": False},
-    }
-    fleet.init(is_collective=True, strategy=strategy, log_level="WARNING")
-    # fleet's layers insist on this generator at construction; our values are drawn elsewhere (init.py)
-    fleet.meta_parallel.model_parallel_random_seed(0)
-    groups = fleet.get_hybrid_communicate_group()
-    data_group, sharding_group = groups.get_data_parallel_group(), groups.get_sharding_parallel_group()
-    sharding_rank = groups.get_sharding_parallel_rank()
-    axes = ((parallel.data, data_group), (parallel.sharding, sharding_group))
-    return Mesh(
-        rank=dist.get_rank(),
-        num_ranks=dist.get_world_size(),
-        tensor_rank=groups.get_model_parallel_rank(),
-        tensor_degree=parallel.tensor,
-        tensor_group=groups.get_model_parallel_group() if parallel.tensor > 1 else None,
-        sequence=parallel.sequence,
-        data_rank=groups.get_data_parallel_rank() * parallel.sharding + sharding_rank,
-        data_degree=parallel.data * parallel.sharding,
-        replica_groups=tuple(group for degree, group in axes if degree > 1),
-        sharding_rank=sharding_rank,
-        sharding_degree=parallel.sharding,
-        sharding_group=sharding_group if parallel.sharding > 1 else None,
-    )
+    @staticmethod
+    def _reduce(value: float, groups: tuple[Any, ...]) -> float:
+        if not groups:
+            return value
+        holder = paddle.to_tensor([value], dtype="float64")
+        for group in groups:
+            dist.all_reduce(holder, group=group)
+        return float(holder.numpy()[0])

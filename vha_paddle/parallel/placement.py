@@ -85,6 +85,10 @@ class ParameterInfo:
     placement: Placement
     decay: Decay
     """Which weight decay applies: matrices decay to zero, gains never, VHA's maps as the recipe says."""
+    is_tied_copy: bool = False
+    """The tied embedding as the last pipeline stage holds it: the first stage's is the one that counts."""
+    is_expert: bool = False
+    """Part of one expert: other ranks of the expert axis hold other experts."""
 
 
 def info_of(parameter: Any) -> ParameterInfo:

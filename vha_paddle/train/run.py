@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vha_paddle.config import Recipe
 from vha_paddle.host import set_compute_threads
-from vha_paddle.parallel.mesh import start_mesh
+from vha_paddle.parallel.start import start_mesh
 from vha_paddle.train.trainer import RunData, Trainer, check_precision
 
 

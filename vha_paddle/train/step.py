@@ -39,7 +39,7 @@ def accumulate_gradients(
         loss = loss_BS.sum() / float(tokens_BS.size)
         loss.backward()
         total += float(loss.numpy())
-    return mesh.sum_over_data(total)
+    return mesh.sum_over_batch(total)
 
 
 def train_step(

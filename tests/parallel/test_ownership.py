@@ -8,8 +8,8 @@ import pytest
 from tests.cases import CASES
 from vha_paddle.model.decoder import Decoder, build_decoder
 from vha_paddle.parallel.mesh import Mesh
+from vha_paddle.parallel.ownership import assign_owners, owned
 from vha_paddle.parallel.placement import ParameterInfo, Placement, info_of
-from vha_paddle.parallel.sharding import assign_owners, owned
 from vha_paddle.train.optimizer import Optimizer
 
 

@@ -1,0 +1,51 @@
+"""Which rank answers for a parameter, where several hold the same values.
+
+Along the sharding axis (ZeRO) each parameter has one owner, which alone keeps its moments and master weight and
+updates it. The division is by whole tensors, largest first to the least loaded, so it depends on the model only.
+Of the ranks that are equal on every other axis, the first counts a gradient in the global norm and writes the
+parameter into checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import paddle
+
+from vha_paddle.parallel.mesh import Mesh
+from vha_paddle.parallel.placement import info_of
+
+
+def assign_owners(parameters: Sequence[paddle.Tensor], degree: int) -> dict[str, int]:
+    """Which of `degree` ranks owns each parameter, by canonical name."""
+    load = [0] * degree
+    owners = {}
+    for parameter in sorted(parameters, key=lambda parameter: -parameter.size):  # a stable sort: ties keep their order
+        rank = load.index(min(load))
+        owners[info_of(parameter).name] = rank
+        load[rank] += parameter.size
+    return owners
+
+
+def owned(parameters: Sequence[paddle.Tensor], mesh: Mesh) -> list[paddle.Tensor]:
+    """The parameters that this rank updates; all of them without sharding."""
+    mine = []
+    for is_expert in (False, True):
+        # ranks with other experts divide nothing among them: only those with the same experts do
+        apart = mesh.expert_degree if is_expert else 1
+        group = [parameter for parameter in parameters if info_of(parameter).is_expert == is_expert]
+        owners = assign_owners(group, mesh.sharding_degree // apart)
+        mine += [parameter for parameter in group if owners[info_of(parameter).name] == mesh.sharding_rank // apart]
+    return mine
+
+
+def answered_for(parameters: Sequence[paddle.Tensor], mesh: Mesh) -> list[paddle.Tensor]:
+    """The parameters (or parts) that this rank counts and writes: over all ranks, each part exactly once."""
+    if mesh.replica != 0 or mesh.context_rank != 0:
+        return []
+    return [
+        parameter
+        for parameter in owned(parameters, mesh)
+        if not info_of(parameter).is_tied_copy
+        and (mesh.tensor_rank == 0 or info_of(parameter).placement.axis is not None)
+    ]
