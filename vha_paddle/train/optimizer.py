@@ -9,8 +9,8 @@ import paddle
 
 from vha_paddle.config import Recipe
 from vha_paddle.parallel.mesh import Mesh
-from vha_paddle.parallel.placement import info_of
 from vha_paddle.parallel.ownership import owned
+from vha_paddle.parallel.placement import info_of
 from vha_paddle.parallel.sharding import broadcast_from_owners
 
 
