@@ -13,9 +13,10 @@ import numpy as np
 
 from tests.oracles.spec import OracleSpec, random_weights
 from vha_paddle.checkpoint import layout
+from vha_paddle.checkpoint.logical import Cut, cuts_metadata
 from vha_paddle.config import Recipe, VirtualHeadAttention, recipe_from_dict, recipe_to_yaml
 from vha_paddle.data.tokenizer import train_sentencepiece
-from vha_paddle.tensor_file import create_tensors, fill_tensors
+from vha_paddle.tensor_file import write_tensors
 
 STATE = layout.RunState(step=7, tokens=1792, samples=56, seed=3, data_fingerprint="none", version="0.0.9")
 
@@ -94,20 +95,31 @@ def small_tokenizer(vocab_size: int = 320) -> bytes:
         return train_sentencepiece([prose * 3, code * 3], vocab_size, path).model_bytes
 
 
-def write_checkpoint(path: Path, recipe: Recipe, weights: Mapping[str, np.ndarray], tokenizer_model: bytes) -> Path:
-    """Write `path` as a complete checkpoint holding `weights` as they are, right or wrong for the recipe."""
+def write_checkpoint(
+    path: Path, recipe: Recipe, weights: Mapping[str, np.ndarray], tokenizer_model: bytes, num_files: int = 1
+) -> Path:
+    """Write `path` as a complete checkpoint holding `weights` as they are, right or wrong for the recipe.
+
+    With several files, each holds equal rows of every tensor whose rows divide; the first holds the others whole.
+    """
     path.mkdir(parents=True)
-    tensors = {name: (array.dtype, array.shape) for name, array in weights.items()}
-    create_tensors(path / layout.MODEL_FILE, tensors, layout.TENSOR_METADATA)
-    file = fill_tensors(path / layout.MODEL_FILE)
-    for name, array in weights.items():
-        file.array(name)[...] = array
-    file.flush()
-    create_tensors(path / layout.OPTIMIZER_FILE, {}, layout.TENSOR_METADATA)
+    for number in range(num_files):
+        parts, cuts = {}, {}
+        for name, array in weights.items():
+            rows = len(array) // num_files
+            if num_files > 1 and rows * num_files == len(array):
+                parts[name] = array[number * rows : (number + 1) * rows]
+                cuts[name] = Cut(array.shape, array.shape, 0, number * rows, (number + 1) * rows)
+            elif number == 0:
+                parts[name] = array
+        specs = {name: (array.dtype, array.shape) for name, array in parts.items()}
+        file = path / layout.tensor_file("model", number, num_files)
+        write_tensors(file, specs, parts.values(), layout.TENSOR_METADATA | cuts_metadata(cuts))
+    write_tensors(path / layout.tensor_file("optimizer", 0, 1), {}, [], layout.TENSOR_METADATA)
     (path / layout.RECIPE_FILE).write_text(recipe_to_yaml(recipe), encoding="utf-8")
     (path / layout.TOKENIZER_FILE).write_bytes(tokenizer_model)
     layout.write_state(path, STATE)
-    layout.write_manifest(path)
+    layout.write_manifest(path, {file.name: layout.record_of(file) for file in path.iterdir()})
     return path
 
 

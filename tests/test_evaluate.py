@@ -26,12 +26,14 @@ from tests.checkpoints import (
 )
 from tests.oracles.decoder import decoder_logits, decoder_loss_and_gradients
 from tests.tolerances import FLOAT32, assert_close
+from vha_paddle.checkpoint.layout import tensor_file
 from vha_paddle.data.indexed import IndexedTokens, write_indexed
 from vha_paddle.data.loader import ValidationWindows
 from vha_paddle.errors import UserError
 from vha_paddle.evaluate import checkpoint_logits, exported_logits, load_model, mean_loss, validation_loss
 from vha_paddle.export.config import ExportDtype
 from vha_paddle.export.fold_export import export_checkpoint
+from vha_paddle.parallel.mesh import Mesh
 
 VOCABULARY = 330  # of `small_recipe`
 
@@ -115,7 +117,7 @@ def test_the_validation_loss_is_the_mean_over_all_tokens_of_the_windows(
     stream = random_tokens(5 * 12 + 1)
     write_indexed(tmp_path / "data", [stream], VOCABULARY, eod_id=None, tokenizer_sha256=None, source="test")
     windows = ValidationWindows(IndexedTokens(tmp_path / "data"), 12)
-    found = validation_loss(load_model(vha.checkpoint), windows, num_sequences=9, batch_size=batch_size)
+    found = validation_loss(load_model(vha.checkpoint), windows, num_sequences=9, batch_size=batch_size, mesh=Mesh())
     weights = {name: array.astype(np.float64) for name, array in vha.weights.items()}
     tokens_BS, labels_BS = stream[:-1].reshape(5, 12), stream[1:].reshape(5, 12)
     expected, _, _ = decoder_loss_and_gradients(weights, tokens_BS, labels_BS, oracle_spec(vha.recipe))
@@ -128,7 +130,7 @@ def test_no_more_windows_than_asked_for_are_used(vha: Exported, tmp_path: Path) 
     windows = ValidationWindows(IndexedTokens(tmp_path / "data"), 6)
     model = load_model(vha.checkpoint)
     first_two = mean_loss(model, [windows.samples(0, 2)])
-    assert validation_loss(model, windows, num_sequences=2, batch_size=2) == first_two
+    assert validation_loss(model, windows, num_sequences=2, batch_size=2, mesh=Mesh()) == first_two
 
 
 def _edit_config(directory: Path, **changes: Any) -> None:
@@ -216,8 +218,9 @@ def test_a_directory_that_holds_no_model_is_refused(tmp_path: Path) -> None:
 
 def test_a_checkpoint_with_a_changed_byte_is_refused(vha: Exported, tmp_path: Path) -> None:
     checkpoint = shutil.copytree(vha.checkpoint, tmp_path / "checkpoint")
-    content = bytearray((checkpoint / "model.safetensors").read_bytes())
+    file = checkpoint / tensor_file("model", 0, 1)
+    content = bytearray(file.read_bytes())
     content[-1] ^= 1
-    (checkpoint / "model.safetensors").write_bytes(content)
-    with pytest.raises(UserError, match="model.safetensors: differs from the manifest"):
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=f"{file.name}: differs from the manifest"):
         load_model(checkpoint)

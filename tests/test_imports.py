@@ -20,6 +20,7 @@ ORDER = (
     ("errors", "files"),
     ("tensor_file", "config"),
     ("counts", "names"),
+    ("plan",),
     ("fold",),
     ("ops", "host"),
     ("parallel",),
@@ -31,7 +32,7 @@ ORDER = (
     ("train",),
 )
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
-WITHOUT_PADDLE = {"errors", "files", "config", "counts", "names", "fold", "tensor_file"}
+WITHOUT_PADDLE = {"errors", "files", "config", "counts", "names", "plan", "fold", "tensor_file"}
 
 
 def unit(path: Path) -> str:

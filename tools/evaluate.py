@@ -44,13 +44,14 @@ def main() -> None:
     from vha_paddle.data.loader import ValidationWindows, unigram_entropy
     from vha_paddle.evaluate import load_model, validation_loss
     from vha_paddle.host import set_compute_threads
+    from vha_paddle.parallel.mesh import Mesh
 
     set_compute_threads()
     model = load_model(arguments.model)
     indexed = IndexedTokens(arguments.data, vocab_size=model.vocab_size)
     windows = ValidationWindows(indexed, arguments.sequence_length)
     count = min(arguments.sequences or windows.num_samples, windows.num_samples)
-    loss = validation_loss(model, windows, count, arguments.batch_size)
+    loss = validation_loss(model, windows, count, arguments.batch_size, Mesh())
     figures = {
         "model": str(arguments.model),
         "data": str(arguments.data),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout without installing
 
-from vha_paddle.config import load_recipe, recipe_to_yaml
+from vha_paddle.config import Recipe, load_recipe, recipe_to_yaml
 from vha_paddle.errors import run_tool
 from vha_paddle.host import prepare_process
 
@@ -25,6 +25,19 @@ The run directory (run.output) holds metrics.jsonl (one JSON object per step), r
 and checkpoints/. Starting the same command again continues from the newest complete checkpoint.
 exit codes: 0 done, 1 the run failed, 2 the recipe or the command line is wrong (nothing was written).
 """
+
+
+def dry_run(recipe: Recipe, as_json: bool) -> str:
+    """What a run costs, and the memory of its fullest rank."""
+    from vha_paddle import counts
+    from vha_paddle.plan.memory import all_ranks, worst
+    from vha_paddle.plan.report import memory_table, rank_values
+
+    figures, fullest = counts.summary(recipe), worst(all_ranks(recipe))
+    if as_json:
+        return json.dumps(figures | {"worst_rank": rank_values(fullest)}, indent=2)
+    more = "communication, time and other layouts: python tools/plan.py"
+    return "\n".join([counts.render(figures), *memory_table({"worst": fullest}), more])
 
 
 def main() -> None:
@@ -45,10 +58,7 @@ def main() -> None:
     if arguments.print_config:
         print(recipe_to_yaml(recipe), end="")
     elif arguments.dry_run:
-        from vha_paddle.counts import render, summary
-
-        figures = summary(recipe)
-        print(json.dumps(figures, indent=2) if arguments.json else render(figures))
+        print(dry_run(recipe, arguments.json))
     else:
         prepare_process()
         from vha_paddle.train.run import run

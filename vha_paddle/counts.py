@@ -1,4 +1,4 @@
-"""What a recipe costs, from its numbers alone: parameters, FLOPs, cache, memory, communication.
+"""What a model costs, from its numbers alone: parameters, FLOPs, cache. Memory and communication: `vha_paddle.plan`.
 
 Letters: D hidden, P physical heads, K key/value heads, N query heads (virtual under VHA, N = P*K), H head
 dim, R postmix rank, F feed-forward, V vocabulary, B batch, S sequence, t tensor-parallel degree.
@@ -16,7 +16,7 @@ The embedding and the head are split by vocabulary, V/t. A tied head is the embe
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from vha_paddle.config import Attention, GroupedAttention, Model, Recipe, VirtualHeadAttention
@@ -179,125 +179,13 @@ def kv_cache_bytes(attention: Attention, dtype: Dtype) -> int:
     return 2 * attention.num_key_value_heads * attention.head_dim * BYTES[dtype]
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryEstimate:
-    """Bytes on one rank at the start of the backward pass, their peak, apart from operations' temporaries."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    """AdamW's two float32 moments, and a float32 master copy where the weights are bfloat16."""
-    activations: int
-    """What the layers keep for the backward pass, attention's scores apart."""
-    scores: int
-    """Attention probabilities `[B, N, S, S]` of every layer; under a flash kernel one float32 per query."""
-    logits: int
-    """The float32 softmax that the loss keeps, and the gradient of the logits."""
-
-    @property
-    def total(self) -> int:
-        return sum(asdict(self).values())
-
-    def describe(self) -> str:
-        """One line: every part and the total."""
-        parts = " + ".join(f"{name} {_binary(size)}" for name, size in asdict(self).items())
-        return f"{parts} = {_binary(self.total)}"
-
-
-def memory_per_rank(recipe: Recipe, flash: bool) -> MemoryEstimate:
-    """A training step without recompute. The plain form of attention keeps its probabilities, `flash` not."""
-    model, tensor, width = recipe.model, recipe.parallel.tensor, BYTES[recipe.precision.compute]
-    tokens, layers = recipe.data.micro_batch_size * recipe.data.sequence_length, model.num_hidden_layers
-    count = parameters(model, tensor).total
-    moments_and_master = 8 if width == 4 else 12
-    query_heads = heads_per_rank(model.attention, tensor).query
-    per_query = 4 if flash else recipe.data.sequence_length * width
-    per_layer = activations_per_layer(model, tensor, recipe.parallel.sequence)
-    kept = layers * per_layer + 2 * model.hidden_size  # the final norm's two
-    return MemoryEstimate(
-        weights=count * width,
-        gradients=count * width,
-        optimizer=count * moments_and_master // recipe.parallel.sharding,  # whole tensors, divided about evenly
-        activations=tokens * kept * width,
-        scores=tokens * layers * query_heads * per_query,
-        logits=tokens * (model.vocab_size // tensor) * (4 + width),
-    )
-
-
-def activations_per_layer(model: Model, tensor: int = 1, sequence: bool = False) -> int:
-    """Values that a layer keeps per token for its backward pass, attention's scores apart.
-
-    Norms and RoPE count as single operations: a norm keeps its input, RoPE nothing. SwiGLU keeps gate and up.
-    Under sequence parallelism a rank keeps its share of the norms' inputs; what the projections read is gathered.
-    """
-    attention, hidden = model.attention, model.hidden_size
-    heads = heads_per_rank(attention, tensor)
-    # inputs of the two norms, and their outputs into the projections
-    block = 2 * hidden // (tensor if sequence else 1) + 2 * hidden
-    head_vectors = 2 * (heads.query + heads.key_value)  # queries and keys, before QK-norm and after RoPE
-    head_vectors += heads.key_value + heads.query  # values; attention's output, into o_proj (or Postmix)
-    if isinstance(attention, VirtualHeadAttention):
-        # Premix keeps its input; Postmix its output, into o_proj, and the R channels between its factors.
-        head_vectors += heads.projected + heads.query + attention.postmix_rank
-    mlp = 3 * (model.intermediate_size // tensor)  # gate, up, and their product, into down_proj
-    return block + head_vectors * attention.head_dim + mlp
-
-
-@dataclass(frozen=True, kw_only=True)
-class Communication:
-    """Bytes that a rank hands to all-reduce under tensor parallelism; all are 0 at degree 1.
-
-    This is the payload: a ring sends 2 (t - 1) / t of it. The loss's few scalars per token are left out.
-    """
-
-    forward_per_token_per_layer: int
-    """The outputs of o_proj and down_proj, D each; Postmix's R channels, R*H, under VHA."""
-    backward_per_token_per_layer: int
-    """The gradients at the entries of attention and MLP, D each; Postmix's R channels again."""
-    ends_per_token: int
-    """Forward, the embedding's output; backward, the gradient at the entry of the head. D each."""
-    replicated_gradients_per_step: int
-    """Gradients of the tensors of attention that every rank holds whole, summed once per optimizer step."""
-
-    def per_step(self, num_layers: int, tokens: int) -> int:
-        """Bytes per optimizer step of a rank that sees `tokens` tokens in it."""
-        per_layer = self.forward_per_token_per_layer + self.backward_per_token_per_layer
-        return tokens * (num_layers * per_layer + self.ends_per_token) + self.replicated_gradients_per_step
-
-
-def communication(model: Model, tensor: int, dtype: Dtype) -> Communication:
-    """The all-reduces of a training step under tensor parallelism.
-
-    Sequence parallelism turns each into a reduce-scatter and an all-gather, the two halves of the same volume.
-    """
-    attention, hidden, width = model.attention, model.hidden_size, BYTES[dtype] if tensor > 1 else 0
-    per_layer = 2 * hidden
-    replicated = ["q_norm", "k_norm"]
-    if isinstance(attention, VirtualHeadAttention):
-        per_layer += attention.postmix_rank * attention.head_dim
-        replicated.append("premix")
-    if heads_per_rank(attention, tensor).key_value_held == attention.num_key_value_heads:
-        replicated += ["k_proj", "v_proj"]
-    weights = attention_parameters(model, tensor)
-    whole_per_layer = sum(weights[name] for name in replicated)
-    return Communication(
-        forward_per_token_per_layer=per_layer * width,
-        backward_per_token_per_layer=per_layer * width,
-        ends_per_token=2 * hidden * width,
-        replicated_gradients_per_step=model.num_hidden_layers * whole_per_layer * width,
-    )
-
-
 def summary(recipe: Recipe) -> dict[str, Any]:
-    """The costs of a run as plain values for JSON; keys carry their units."""
-    model, tensor = recipe.model, recipe.parallel.tensor
+    """The costs of a run, memory and communication apart, as plain values for JSON; keys carry their units."""
+    model = recipe.model
     whole, tokens = parameters(model), recipe.num_steps * recipe.tokens_per_step
     rule = FlopRule(sequence_length=recipe.data.sequence_length)
     without_head = replace(rule, lm_head=False)
     cache, layers = kv_cache_bytes(model.attention, "bfloat16"), model.num_hidden_layers
-    plain, flash = memory_per_rank(recipe, flash=False), memory_per_rank(recipe, flash=True)
-    messages = communication(model, tensor, recipe.precision.compute)
-    per_step = messages.per_step(layers, recipe.tokens_per_step // recipe.num_data_ranks)
     return {
         "run": recipe.run.name,
         "attention": model.attention.kind,
@@ -306,7 +194,6 @@ def summary(recipe: Recipe) -> dict[str, Any]:
             "total": whole.total,
             "non_embedding": whole.non_embedding,
             "attention_per_layer": whole.attention_per_layer,
-            "per_rank": parameters(model, tensor).total,
         },
         "schedule": {"tokens_per_step": recipe.tokens_per_step, "steps": recipe.num_steps, "tokens": tokens},
         "flops": {
@@ -315,11 +202,7 @@ def summary(recipe: Recipe) -> dict[str, Any]:
             "training_per_token_without_lm_head": training_flops(model, without_head),
             "training_total": training_flops(model, rule) * tokens,
         },
-        "memory_per_rank_bytes": asdict(plain) | {"total": plain.total},
-        "memory_per_rank_bytes_with_flash": asdict(flash) | {"total": flash.total},
         "kv_cache_bytes_bfloat16": {"per_token_per_layer": cache, "per_token": cache * layers},
-        "all_reduced_bytes": asdict(messages)
-        | {"per_step": per_step, "data_gradients_per_step": plain.gradients if recipe.num_data_ranks > 1 else 0},
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from vha_paddle.data.loader import ValidationWindows
 from vha_paddle.errors import UserError
 from vha_paddle.export.reader import CONFIG_FILE, read_hf_model, read_hf_tensors
 from vha_paddle.model.decoder import Decoder, build_decoder
+from vha_paddle.model.microbatch import Microbatch, microbatches_of
+from vha_paddle.model.pipelined import PipelinedDecoder
 from vha_paddle.names import account, check_shape
 from vha_paddle.parallel.mesh import Mesh
 
@@ -46,21 +49,38 @@ def exported_logits(path: Path) -> Logits:
     return _logits_of(load_model(path))
 
 
-def validation_loss(model: Decoder, windows: ValidationWindows, num_sequences: int, batch_size: int) -> float:
-    """Mean cross-entropy (nats per token) over the first `num_sequences` windows."""
+def validation_loss(
+    model: Decoder | PipelinedDecoder, windows: ValidationWindows, num_sequences: int, batch_size: int, mesh: Mesh
+) -> float:
+    """Mean cross-entropy (nats per token) over the first `num_sequences` windows, dealt out over the data ranks.
+
+    Every rank takes part and gets the mean.
+    """
     count = min(num_sequences, windows.num_samples)
-    starts = range(0, count, batch_size)
-    return mean_loss(model, (windows.samples(start, min(start + batch_size, count)) for start in starts))
+    microbatches: list[Microbatch] = []
+    total = 0.0
+    starts = list(range(0, count, batch_size))[mesh.data_rank :: mesh.data_degree]
+    alone = replace(mesh, data_rank=0, data_degree=1)  # what this rank takes is dealt out already
+    for start in starts:
+        # the last one is filled up with its last sequence: pipeline stages exchange tensors of one shape
+        rows = [min(start + row, count - 1) for row in range(batch_size)]
+        tokens_BS, labels_BS = windows.samples(start, rows[-1] + 1)
+        kept = [row - start for row in rows]
+        microbatches += microbatches_of(tokens_BS[kept], labels_BS[kept], 0, batch_size, alone)
+    if microbatches:
+        losses = model.sequence_losses(microbatches)
+        valid = np.concatenate([start + np.arange(batch_size) < count for start in starts])
+        total = float(losses[valid[: len(losses)]].sum())
+    tokens = count * windows.sequence_length
+    return mesh.sum_over_batch(total) / tokens
 
 
 def mean_loss(model: Decoder, batches: Iterable[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]) -> float:
-    """Mean cross-entropy (nats per token) over batches of tokens and labels, without gradients."""
+    """Mean cross-entropy (nats per token) over batches of tokens and labels, without gradients, in one process."""
     total, count = 0.0, 0
-    with paddle.no_grad():
-        for tokens_BS, labels_BS in batches:
-            loss_BS = model.loss(paddle.to_tensor(tokens_BS), paddle.to_tensor(labels_BS))
-            total += float(loss_BS.astype("float64").sum().numpy())
-            count += tokens_BS.size
+    for tokens_BS, labels_BS in batches:
+        total += float(model.sequence_losses(microbatches_of(tokens_BS, labels_BS, 0, len(tokens_BS), Mesh())).sum())
+        count += tokens_BS.size
     return total / count
 
 

@@ -85,7 +85,7 @@ class CachedDecoder:
                 "export it first with tools/fold_export.py and give the exported directory"
             )
         self.model, self.batch, self.capacity, self.length = model, batch, capacity, 0
-        self._cos_SH, self._sin_SH = model.rope.at(capacity)
+        self._cos_SH, self._sin_SH = model.context.rope.at(capacity)
         self._caches = []
         for attention in attentions:
             weight, head_dim = attention.k_proj.weight, attention.head_dim

@@ -1,17 +1,22 @@
-"""safetensors files that several processes fill, and that are read slice by slice.
+"""safetensors files, written as a stream and read slice by slice.
 
-The safetensors library writes a file from whole tensors in one process. A checkpoint here is written by many
-ranks, each putting its own slices of the logical tensors into one file, and is read by ranks that need other
-slices; so the layout (an 8-byte length, a JSON header, raw little-endian tensors) is written here. Any
-safetensors reader opens the result; the tests read it with the library's own.
+The safetensors library writes a file from tensors that are all in memory, and digests nothing. Here a file is
+written one tensor after the other and digested on the way (`write_tensors`), or created at its full size and
+filled through a mapping (`create_tensors`, `fill_tensors`); a reader takes the slices it needs. So the layout (an
+8-byte length, a JSON header, raw little-endian tensors) is written here. Any safetensors reader opens the result;
+the tests read it with the library's own.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +38,13 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000  # the bound of the safetensors library
+MAX_AXES = 32  # of a numpy array
+MAX_TENSOR_BYTES = 2**60
+_CHUNK_BYTES = 16 << 20
+_CHUNKS_AHEAD = 4  # that the disk may be ahead of the digest
+
+TensorSpec = tuple[np.dtype[Any], tuple[int, ...]]
+"""dtype and shape."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +64,12 @@ class TensorFile:
     """An open safetensors file; `array(name)` is a view of the disk, so taking a slice reads that slice only."""
 
     def __init__(self, path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str], mode: str) -> None:
-        self.path, self.entries, self.metadata = path, entries, metadata
-        self._bytes = np.memmap(path, np.uint8, "r" if mode == "r" else "r+")
+        self.path, self.entries, self.metadata, self._mode = path, entries, metadata, mode
+
+    @functools.cached_property
+    def _bytes(self) -> np.ndarray[Any, Any]:
+        """The whole file, mapped when its first tensor is asked for: of many files a rank needs few."""
+        return np.memmap(self.path, np.uint8, "r" if self._mode == "r" else "r+")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
@@ -76,10 +92,90 @@ class TensorFile:
         self._bytes.flush()
 
 
-def create_tensors(
-    path: Path, tensors: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], metadata: Mapping[str, str]
-) -> None:
+@dataclass(frozen=True)
+class FileRecord:
+    """What a manifest says of a file."""
+
+    bytes: int
+    sha256: str
+
+
+def create_tensors(path: Path, tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> None:
     """Create `path` with its header and room for every tensor; `fill_tensors` then opens it for writing."""
+    header, num_bytes = _header(tensors, metadata)
+    with open(path, "wb") as file:
+        file.write(header)
+        file.flush()
+        # reserve the room now: a full disk is an error here, but a dead process when a mapped page is written
+        os.posix_fallocate(file.fileno(), 0, len(header) + num_bytes)
+
+
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, TensorSpec],
+    arrays: Iterable[np.ndarray[Any, Any]],
+    metadata: Mapping[str, str],
+) -> FileRecord:
+    """Write a whole file, flush it to disk, and return its size and digest without reading it again.
+
+    Args:
+        arrays: one for each of `tensors`, in their order. Each is asked for when the one before it is written.
+
+    Raises:
+        OSError: the disk is full or fails.
+    """
+    header, num_bytes = _header(tensors, metadata)
+    with open(path, "wb", buffering=0) as file, _Digest() as digest:
+        _write_chunk(file.fileno(), memoryview(header), digest)
+        for (name, (dtype, shape)), array in zip(tensors.items(), arrays, strict=True):
+            if (array.dtype, array.shape) != (dtype, shape):
+                raise ValueError(f"{name}: {array.dtype} {array.shape} came where {dtype} {shape} was announced")
+            # a scalar has no bytes to view, and bfloat16 no buffer
+            raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+            for start in range(0, len(raw), _CHUNK_BYTES):
+                _write_chunk(file.fileno(), raw[start : start + _CHUNK_BYTES], digest)
+        os.fsync(file.fileno())
+        return FileRecord(len(header) + num_bytes, digest.finish())
+
+
+class _Digest:
+    """SHA-256 on a thread of its own: on one core it takes as long as the disk."""
+
+    def __init__(self) -> None:
+        self._sha256 = hashlib.sha256()
+        self._pool = ThreadPoolExecutor(1, "digest")
+        self._pending: deque[Future[None]] = deque()
+
+    def __enter__(self) -> _Digest:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._pool.shutdown()
+
+    def update(self, chunk: memoryview) -> None:
+        """Take in `chunk`, which must not change before `finish`. Few are kept waiting: they occupy memory."""
+        if len(self._pending) == _CHUNKS_AHEAD:
+            self._pending.popleft().result()
+        self._pending.append(self._pool.submit(self._sha256.update, chunk))
+
+    def finish(self) -> str:
+        """The digest, hexadecimal."""
+        for update in self._pending:
+            update.result()
+        return self._sha256.hexdigest()
+
+
+def _write_chunk(descriptor: int, chunk: memoryview, digest: _Digest) -> None:
+    digest.update(chunk)
+    start, written = os.lseek(descriptor, 0, os.SEEK_CUR), 0
+    while written < len(chunk):
+        written += os.write(descriptor, chunk[written:])
+    # Linux starts to write the pages out (they stay cached), so that the final fsync finds little left to do
+    os.posix_fadvise(descriptor, start, written, os.POSIX_FADV_DONTNEED)
+
+
+def _header(tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, int]:
+    """The first bytes of a file, and the number of bytes of its tensors."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     position = 0
     for name, (dtype, shape) in tensors.items():
@@ -88,12 +184,7 @@ def create_tensors(
         position = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors start on a multiple of 8 bytes
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        file.flush()
-        # reserve the room now: a full disk is an error here, but a dead process when a mapped page is written
-        os.posix_fallocate(file.fileno(), 0, 8 + len(text) + position)
+    return len(text).to_bytes(8, "little") + text, position
 
 
 def fill_tensors(path: Path) -> TensorFile:
@@ -117,21 +208,33 @@ def _open(path: Path, mode: str) -> TensorFile:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
                 raise UserError(f"{path}: truncated or not a safetensors file (header of {length} bytes)")
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # not UTF-8, not JSON, a number of thousands of digits
         raise UserError(f"{path}: not a safetensors file (its header is not JSON)") from None
     if not isinstance(header, dict):
         raise UserError(f"{path}: not a safetensors file (its header is not an object)")
     metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict):
-        raise UserError(f"{path}: not a safetensors file (its __metadata__ is not an object)")
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise UserError(f"{path}: not a safetensors file (its __metadata__ is not an object of strings)")
     start = 8 + length
     entries = {name: _entry(path, name, value, start, size) for name, value in header.items()}
-    if sum(entry.num_bytes for entry in entries.values()) != size - start:
+    position = start
+    for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.num_bytes)):
+        if entry.offset != position:
+            raise UserError(f"{path}: truncated or damaged (the tensors overlap or leave a gap)")
+        position += entry.num_bytes
+    if position != size:
         raise UserError(f"{path}: truncated or damaged (the tensors do not fill the file exactly)")
     return TensorFile(path, entries, metadata, mode)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return values
 
 
 def _entry(path: Path, name: str, value: Any, start: int, size: int) -> Entry:
@@ -139,7 +242,9 @@ def _entry(path: Path, name: str, value: Any, start: int, size: int) -> Entry:
     try:
         dtype, shape, (begin, end) = DTYPES[value["dtype"]], tuple(value["shape"]), value["data_offsets"]
         whole = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
-        valid = whole and start + end <= size and end - begin == dtype.itemsize * math.prod(shape)
+        # an empty tensor may not claim axes that no array can have
+        possible = whole and len(shape) <= MAX_AXES and math.prod(n or 1 for n in shape) <= MAX_TENSOR_BYTES
+        valid = possible and start + end <= size and end - begin == dtype.itemsize * math.prod(shape)
     except (KeyError, TypeError, ValueError):
         valid = False
     if not valid:

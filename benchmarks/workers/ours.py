@@ -35,7 +35,7 @@ def main() -> None:
         start = time.perf_counter()
         y_BSD = x_BSD
         for block in model.layers:
-            y_BSD = block(y_BSD, model.rope)
+            y_BSD = block(y_BSD)
         model.norm(y_BSD).mean().backward()
         without_optimizer = time.perf_counter() - start
         optimizer.step()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.checkpoints import SMALL_VHA, small_recipe, trained_weights, write_checkpoint
 from vha_paddle.checkpoint import layout
-from vha_paddle.checkpoint.load import load_parameters
+from vha_paddle.checkpoint.load import load_parameters, open_together
 from vha_paddle.errors import UserError
 from vha_paddle.model.decoder import build_decoder
 from vha_paddle.parallel.mesh import Mesh
@@ -18,8 +19,19 @@ RECIPE = small_recipe(SMALL_VHA)
 NAME = "model.layers.1.self_attn.q_proj.weight"
 
 
-def load(path: Path, weights: dict[str, np.ndarray]) -> None:
-    write_checkpoint(path, RECIPE, weights, b"a tokenizer")
+class TwoRanks(Mesh):
+    """Rank 0 of two; the other one answers `theirs` where ranks exchange objects."""
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__(num_ranks=2)
+        object.__setattr__(self, "theirs", theirs)
+
+    def objects(self, value: Any) -> list[Any]:
+        return [value, vars(self)["theirs"]]
+
+
+def load(path: Path, weights: dict[str, np.ndarray], num_files: int = 1) -> None:
+    write_checkpoint(path, RECIPE, weights, b"a tokenizer", num_files)
     model = build_decoder(RECIPE.model, Mesh(), seed=0)
     load_parameters(model.named_tensors(), layout.open_checkpoint(path).model_tensors(), Mesh())
     for name, parameter in model.named_tensors().items():
@@ -28,6 +40,45 @@ def load(path: Path, weights: dict[str, np.ndarray]) -> None:
 
 def test_every_parameter_takes_the_value_of_the_file(tmp_path: Path) -> None:
     load(tmp_path / "checkpoint", trained_weights(RECIPE))
+
+
+def test_every_parameter_takes_the_value_of_its_parts(tmp_path: Path) -> None:
+    load(tmp_path / "checkpoint", trained_weights(RECIPE), num_files=2)
+
+
+def test_a_tensor_of_another_pipeline_stage_is_not_left_over(tmp_path: Path) -> None:
+    weights = trained_weights(RECIPE)
+    path = write_checkpoint(tmp_path / "checkpoint", RECIPE, weights | {"elsewhere": np.zeros(3)}, b"a tokenizer")
+    tensors = layout.open_checkpoint(path).model_tensors()
+    parameters = build_decoder(RECIPE.model, Mesh(), seed=0).named_tensors()
+    load_parameters(parameters, tensors, TwoRanks(["elsewhere"]))
+    with pytest.raises(UserError, match="unexpected tensor elsewhere"):
+        load_parameters(parameters, tensors, TwoRanks([]))
+
+
+def test_ranks_that_open_a_checkpoint_together_digest_each_file_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_checkpoint(tmp_path / "checkpoint", RECIPE, trained_weights(RECIPE), b"a tokenizer", num_files=3)
+    digested: list[str] = []
+
+    def recording(file: Path, *arguments: Any) -> str:
+        digested.append(file.name)
+        return sha256_of(file, *arguments)
+
+    sha256_of = layout.sha256_of
+    monkeypatch.setattr(layout, "sha256_of", recording)
+    for rank in range(3):
+        layout.open_checkpoint(path, rank, 3)
+    listed = [entry.name for entry in path.iterdir() if entry.name != layout.MANIFEST_FILE]
+    assert sorted(digested) == sorted(listed) and len(listed) == 7
+
+
+def test_damage_that_another_rank_found_is_an_error_here_too(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "checkpoint", RECIPE, trained_weights(RECIPE), b"a tokenizer")
+    assert open_together(path, TwoRanks(None)).path == path
+    with pytest.raises(UserError, match="file x differs"):
+        open_together(path, TwoRanks("file x differs"))
 
 
 def test_a_tensor_left_over_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from ruamel.yaml import YAML
 from vha_paddle.config import load_recipe, recipe_to_yaml
 from vha_paddle.config.schema import Recipe
 from vha_paddle.errors import UserError
+from vha_paddle.plan.memory import all_ranks, worst
+from vha_paddle.plan.report import memory_table, rank_values
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "recipes/quickstart.yaml"
@@ -97,8 +99,24 @@ def test_numbers_are_read_as_yaml_1_2_does() -> None:
             "parallel.tensor=3",
             "parallel.tensor=3: must divide physical heads (num_attention_heads / num_key_value_heads)=4; use 2 or 4",
         ),
-        ("parallel.sharding_stage=2", "parallel.sharding_stage=2: this axis is not available yet; use 1"),
-        ("parallel.pipeline=2", "parallel.pipeline=2: this axis is not available yet; use 1"),
+        (
+            "parallel.sharding_stage=2",
+            "parallel.sharding_stage=2: has no effect with parallel.sharding=1; raise that or remove the key",
+        ),
+        (
+            "parallel.pipeline=3",
+            "parallel.pipeline=3: must divide model.num_hidden_layers=4, so that stages are equal; use 2 or 4",
+        ),
+        (
+            "parallel.virtual_pipeline=2",
+            "parallel.virtual_pipeline=2: Paddle interleaves chunks on 3 pipeline ranks and more, and "
+            "parallel.pipeline=1; use virtual_pipeline=1, or a pipeline of 3 or more",
+        ),
+        (
+            "parallel.expert=2",
+            "parallel.expert=2: splits the experts of a mixture-of-experts model, and model.architecture=qwen3 has "
+            "none; use 1",
+        ),
         (
             "data.global_batch_size=10",
             "data.global_batch_size=10: must be a multiple of data.micro_batch_size=4 times 1 data ranks; use 8 or 12",
@@ -151,6 +169,15 @@ def test_sequence_parallel_needs_tensor_ranks_and_a_sequence_that_divides() -> N
     assert "has no effect with parallel.tensor=1" in error_of("parallel.sequence=true", "parallel.tensor=1")
     assert error_of("parallel.sequence=true", "data.sequence_length=255") == (
         "data.sequence_length=255: must be a multiple of parallel.tensor=2 with parallel.sequence; use 254 or 256"
+    )
+
+
+def test_gradients_and_weights_are_not_sharded_over_a_pipeline() -> None:
+    sharded = ("parallel.sharding=2", "parallel.sharding_stage=3", "data.micro_batch_size=1")
+    assert load_recipe(QUICKSTART, list(sharded)).parallel.sharding_stage == 3
+    assert error_of(*sharded, "parallel.pipeline=2") == (
+        "parallel.sharding_stage=3: must be 1 with parallel.pipeline=2, which has many microbatches under way at once; "
+        "use 1"
     )
 
 
@@ -211,3 +238,23 @@ class TestTrainCommand:
         figures = json.loads(result.stdout)
         assert result.returncode == 0 and list(tmp_path.iterdir()) == []
         assert figures["schedule"]["steps"] == load_recipe(QUICKSTART).num_steps
+
+    def test_dry_run_shows_the_fullest_rank_as_the_plan_does(self, tmp_path: Path) -> None:
+        layout = ["parallel.tensor=1", "parallel.pipeline=2", "parallel.sharding=4", "data.micro_batch_size=1"]
+        layout.append("memory.recompute=full")
+        shown = json.loads(self.run(tmp_path, "--dry-run", "--json", *layout).stdout)["worst_rank"]
+        fullest = worst(all_ranks(load_recipe(QUICKSTART, layout)))
+        assert shown == rank_values(fullest)
+        size, owned = fullest.parameters, fullest.owned
+        assert owned < size < 1_976_384  # of the whole model
+        assert shown["exact_bytes"] == {"weights": 4 * size, "gradients": 4 * size, "optimizer": 8 * owned}
+        estimated = shown["estimated_bytes"]
+        peak = estimated["activations"] + max(estimated["loss"], estimated["block"])
+        assert shown["total_bytes"] == 8 * (size + owned) + peak
+
+    def test_dry_run_as_text_has_the_memory_and_ends_with_where_the_rest_is(self, tmp_path: Path) -> None:
+        lines = self.run(tmp_path, "--dry-run").stdout.splitlines()
+        table = list(memory_table({"worst": worst(all_ranks(load_recipe(QUICKSTART)))}))
+        assert lines[0] == "quickstart: vha attention on 2 ranks"
+        assert lines[-1 - len(table) : -1] == table
+        assert lines[-1] == "communication, time and other layouts: python tools/plan.py"

@@ -1,6 +1,6 @@
 """Train every case for a few steps under one layout and leave losses, gradients and weights as logical tensors.
 
-Run once per rank: `python equivalence_worker.py WORK_DIRECTORY LAYOUT DTYPE,DTYPE`. The starting weights of each
+Run once per rank: `python equivalence_worker.py WORK_DIRECTORY LAYOUT`. The starting weights of each
 case lie in WORK_DIRECTORY/<case>.start.safetensors; results go to <case>.<layout>.<dtype>.safetensors.
 """
 
@@ -12,13 +12,16 @@ from pathlib import Path
 import numpy as np
 import paddle
 
-from tests.cases import CASES, NUM_STEPS, Case, batches
+from tests.cases import CASES, GLOBAL_BATCH, NUM_STEPS, Case, batches
 from vha_paddle.checkpoint.load import load_parameters
+from vha_paddle.checkpoint.logical import LogicalTensors
 from vha_paddle.checkpoint.save import host_array
-from vha_paddle.model.decoder import build_decoder
+from vha_paddle.model.microbatch import microbatches_of
+from vha_paddle.model.pipelined import build_model
 from vha_paddle.parallel import collectives
 from vha_paddle.parallel.gradients import clip_by_global_norm, complete_gradients
 from vha_paddle.parallel.mesh import Mesh
+from vha_paddle.parallel.ownership import answered_for
 from vha_paddle.parallel.placement import info_of
 from vha_paddle.parallel.start import start_mesh
 from vha_paddle.tensor_file import create_tensors, fill_tensors, read_tensors
@@ -29,50 +32,57 @@ from vha_paddle.train.step import accumulate_gradients
 def run_case(case: Case, directory: Path, layout: str, dtype: str, mesh: Mesh) -> None:
     """Train one case; every rank writes its slices of the first gradient and of the last weights."""
     recipe = case.recipe(layout)
-    model = build_decoder(recipe.model, mesh, seed=99, dtype=dtype)
-    parameters = model.named_tensors()
-    load_parameters(parameters, read_tensors(directory / f"{case.name}.start.safetensors"), mesh)
-    optimizer = Optimizer(list(parameters.values()), recipe, mesh)
+    model = build_model(recipe, mesh, dtype)
+    start = read_tensors(directory / f"{case.name}.start.safetensors")
+    load_parameters(model.named_tensors(), LogicalTensors(start.path, [start]), mesh)
+    optimizer = Optimizer(model.parameters(), recipe, mesh)
     result = directory / f"{case.name}.{layout}.{dtype}.safetensors"
     if mesh.is_main:
         kind = np.dtype(dtype)
-        shapes = {name: info_of(parameter).placement.shape for name, parameter in parameters.items()}
-        tensors = {f"gradient/{name}": (kind, shape) for name, shape in shapes.items()}
-        tensors |= {f"weight/{name}": (kind, shape) for name, shape in shapes.items()}
-        tensors |= {"losses": (np.dtype(np.float64), (NUM_STEPS,)), "norms": (np.dtype(np.float64), (NUM_STEPS,))}
+        tensors = {
+            f"{what}/{name}": (kind, start.array(name).shape) for what in ("gradient", "weight") for name in start
+        }
+        tensors |= {name: (np.dtype(np.float64), (NUM_STEPS,)) for name in ("losses", "norms")}
+        tensors["evaluation"] = (np.dtype(np.float64), (1,))
         create_tensors(result, tensors, {})
     mesh.barrier()
     output = fill_tensors(result)
 
     def write(prefix: str, parameter: paddle.Tensor, tensor: paddle.Tensor) -> None:
         info = info_of(parameter)
-        if mesh.data_rank != 0:
-            return  # every data rank holds the same
         target = output.array(f"{prefix}/{info.name}")
         info.placement.write_slice(target, host_array(tensor), mesh.tensor_rank, mesh.tensor_degree)
 
+    tokens_BS, labels_BS = next(batches(case))
+    held_out = microbatches_of(tokens_BS, labels_BS, 0, recipe.data.micro_batch_size, mesh)
+    evaluation = mesh.sum_over_batch(float(model.sequence_losses(held_out).sum()))
+    if mesh.is_main:
+        output.array("evaluation")[...] = evaluation
+    mine = answered_for(optimizer.parameters, mesh)
     for step, (tokens_BS, labels_BS) in enumerate(batches(case)):
-        loss = accumulate_gradients(model, tokens_BS, labels_BS, recipe.data.micro_batch_size, mesh)
+        first, size = step * GLOBAL_BATCH, recipe.data.micro_batch_size
+        loss = accumulate_gradients(model, tokens_BS, labels_BS, first, size, mesh)
         complete_gradients(optimizer.parameters, mesh)
         if step == 0:
-            for parameter in optimizer.parameters:
+            for parameter in mine:
                 write("gradient", parameter, parameter.grad)
         norm = clip_by_global_norm(optimizer.parameters, recipe.optim.max_grad_norm, mesh)
         optimizer.step(recipe.optim.lr)
         if mesh.is_main:
             output.array("losses")[step], output.array("norms")[step] = loss, norm
-    for parameter in optimizer.parameters:
+    for parameter in mine:
         write("weight", parameter, parameter)
     output.flush()
 
 
 def main() -> None:
-    directory, layout, dtypes = Path(sys.argv[1]), sys.argv[2], sys.argv[3].split(",")
-    recipe = CASES[0].recipe(layout)
+    directory, layout = Path(sys.argv[1]), sys.argv[2]
+    cases = [case for case in CASES if case.fits(layout)]
+    recipe = cases[0].recipe(layout)
     mesh = start_mesh(recipe.parallel, recipe.num_ranks)
     collectives._BUCKET_ELEMENTS = 500  # small models, yet several buckets: some of one gradient, some of many
-    for dtype in dtypes:
-        for case in CASES:
+    for case in cases:
+        for dtype in case.dtypes:
             run_case(case, directory, layout, dtype, mesh)
     mesh.barrier()
 

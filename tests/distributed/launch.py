@@ -43,7 +43,7 @@ def run_ranks(script_or_module: Path | str, world_size: int, args: Sequence[str]
         logs = [Path(directory) / f"rank{rank}.log" for rank in range(world_size)]
         processes: list[subprocess.Popen[bytes]] = []
         try:
-            for log, environment in zip(logs, _environments(world_size), strict=True):
+            for log, environment in zip(logs, environments(world_size), strict=True):
                 with log.open("wb") as output:
                     command = [sys.executable, __file__, str(script_or_module), *args]
                     processes.append(
@@ -68,10 +68,10 @@ def run_ranks(script_or_module: Path | str, world_size: int, args: Sequence[str]
             raise AssertionError("\n".join([problem, *(_tail(rank, logs[rank]) for rank in culprits)]))
 
 
-def _environments(world_size: int) -> list[dict[str, str]]:
+def environments(world_size: int) -> list[dict[str, str]]:
     """What the launcher sets, for each rank."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PADDLE_", "MASTER_"))}
-    master, *ports = _free_ports(1 + world_size)
+    master, *ports = free_ports(1 + world_size)
     endpoints = [f"127.0.0.1:{port}" for port in ports]
     shared = {
         "PADDLE_DISTRI_BACKEND": "gloo",
@@ -95,7 +95,7 @@ def _environments(world_size: int) -> list[dict[str, str]]:
     ]
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Distinct ports that nothing listens on: all are held until the last is found."""
     with contextlib.ExitStack() as held:
         ports: list[int] = []

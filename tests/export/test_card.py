@@ -40,7 +40,7 @@ def test_the_card_names_source_fold_and_cache(card: str, exported: Exported) -> 
     for fact in (
         "checkpoint `step-00000007`, seed 3",
         "7 optimizer steps, 1,792 tokens",
-        exported.report["source"]["model_sha256"],
+        exported.report["source"]["manifest_sha256"],
         "trained with vha_paddle 0.0.9",
         "6 query heads on 2 key/value heads",
         "| Premix | `q_proj` | 2 |",

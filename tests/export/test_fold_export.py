@@ -234,12 +234,12 @@ def test_tensors_that_are_not_the_models_are_refused(
 
 
 def test_a_damaged_checkpoint_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    with open(checkpoint / layout.MODEL_FILE, "rb+") as file:
+    with open(checkpoint / layout.tensor_file("model", 0, 1), "rb+") as file:
         file.seek(-1, 2)
         byte = file.read(1)
         file.seek(-1, 2)
         file.write(bytes([byte[0] ^ 1]))
-    with pytest.raises(UserError, match=r"model\.safetensors: differs from the manifest"):
+    with pytest.raises(UserError, match=r"model-00000-of-00001\.safetensors: differs from the manifest"):
         export_checkpoint(checkpoint, tmp_path / "out", "float32")
 
 
@@ -265,7 +265,7 @@ def test_the_report_says_where_the_model_came_from(exported: Exported) -> None:
         "samples": 56,
         "seed": 3,
         "vha_paddle": "0.0.9",
-        "model_sha256": layout.sha256_of(exported.checkpoint / layout.MODEL_FILE),
+        "manifest_sha256": layout.sha256_of(exported.checkpoint / layout.MANIFEST_FILE),
         "attention": "vha",
         "parameters": sum(array.size for array in exported.weights.values()),
     }

@@ -6,13 +6,14 @@ import numpy as np
 import paddle
 import pytest
 
-from tests.cases import CASES, MICRO_BATCH, Case, batches, starting_weights
+from tests.cases import CASES, GLOBAL_BATCH, MICRO_BATCH, Case, batches, starting_weights
 from tests.oracles.decoder import decoder_loss_and_gradients
 from tests.oracles.optimizer import AdamWSpec, adamw_update, clip_by_global_norm, initial_state
 from tests.tolerances import FLOAT32, FLOAT64, assert_close
 from vha_paddle.checkpoint.load import device_tensor
 from vha_paddle.counts import parameters as count_parameters
 from vha_paddle.model.decoder import Decoder, build_decoder
+from vha_paddle.model.microbatch import microbatches_of
 from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.train.optimizer import Optimizer
 from vha_paddle.train.step import accumulate_gradients, train_step
@@ -21,7 +22,8 @@ TOLERANCE = {"float32": FLOAT32, "float64": FLOAT64}
 
 
 def loaded_decoder(case: Case, dtype: str) -> Decoder:
-    model = build_decoder(case.recipe().model, Mesh(), seed=0, dtype=dtype)
+    recipe = case.recipe()
+    model = build_decoder(recipe.model, Mesh(), seed=0, dtype=dtype, memory=recipe.memory)
     weights = starting_weights(case)
     parameters = model.named_tensors()
     assert set(weights) == set(parameters)
@@ -31,7 +33,7 @@ def loaded_decoder(case: Case, dtype: str) -> Decoder:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in CASES if case.dropout == 0], ids=lambda case: case.name)
 class TestAgainstTheOracle:
     def test_logits(self, case: Case, dtype: str) -> None:
         tokens_BS, labels_BS = next(batches(case))
@@ -44,7 +46,7 @@ class TestAgainstTheOracle:
         tokens_BS, labels_BS = next(batches(case))
         loss, _, gradients = decoder_loss_and_gradients(starting_weights(case), tokens_BS, labels_BS, case.spec)
         model = loaded_decoder(case, dtype)
-        actual = accumulate_gradients(model, tokens_BS, labels_BS, MICRO_BATCH, Mesh())
+        actual = accumulate_gradients(model, tokens_BS, labels_BS, 0, MICRO_BATCH, Mesh())
         assert_close(np.array(actual), np.array(loss), TOLERANCE[dtype], "loss")
         for name, parameter in model.named_tensors().items():
             assert np.abs(gradients[name]).max() > 0, f"{name} has no gradient, so it proves nothing"
@@ -56,7 +58,7 @@ class TestAgainstTheOracle:
         optimizer = Optimizer(model.parameters(), recipe, Mesh())
         for tokens_BS, labels_BS in batches(case):
             rate, max_norm = recipe.optim.lr, recipe.optim.max_grad_norm
-            train_step(model, optimizer, tokens_BS, labels_BS, MICRO_BATCH, rate, max_norm, Mesh())
+            train_step(model, optimizer, tokens_BS, labels_BS, 0, MICRO_BATCH, rate, max_norm, Mesh())
         expected = oracle_training(case)
         for name, parameter in model.named_tensors().items():
             assert_close(parameter.numpy(), expected[name], TOLERANCE[dtype], name)
@@ -95,6 +97,7 @@ def test_the_parameter_count_is_the_calculators(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_later_token_leaves_earlier_logits_bit_equal(case: Case) -> None:
     model = loaded_decoder(case, "float32")
+    model.eval()
     tokens_BS, _ = next(batches(case))
     changed = tokens_BS.copy()
     changed[:, -2:] = (changed[:, -2:] + 1) % case.recipe().model.vocab_size
@@ -112,3 +115,31 @@ def test_initial_values_depend_on_seed_and_name_only() -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     assert not np.array_equal(first[name].numpy(), other[name].numpy())
     assert not np.array_equal(first[name].numpy(), first[name.replace("layers.0", "layers.1")].numpy())
+
+
+class TestDropout:
+    case = next(case for case in CASES if case.dropout > 0 and case.layers == 2)
+
+    def gradients(self, micro_batch_size: int, first_sample: int = 0) -> tuple[float, dict[str, np.ndarray]]:
+        model = loaded_decoder(self.case, "float64")
+        loss = accumulate_gradients(model, *next(batches(self.case)), first_sample, micro_batch_size, Mesh())
+        return loss, {name: parameter.grad.numpy() for name, parameter in model.named_tensors().items()}
+
+    def test_what_is_dropped_does_not_depend_on_the_microbatch(self) -> None:
+        (loss, gradients), (other_loss, other) = self.gradients(1), self.gradients(GLOBAL_BATCH)
+        assert_close(np.array(loss), np.array(other_loss), FLOAT64, "loss")
+        for name, gradient in gradients.items():
+            assert_close(gradient, other[name], FLOAT64, name)
+
+    def test_other_samples_lose_other_values(self) -> None:
+        assert abs(self.gradients(2)[0] - self.gradients(2, first_sample=GLOBAL_BATCH)[0]) > 1e-4
+
+    def test_evaluation_drops_nothing(self) -> None:
+        tokens_BS, labels_BS = next(batches(self.case))
+        _, logits_BSV, _ = decoder_loss_and_gradients(starting_weights(self.case), tokens_BS, labels_BS, self.case.spec)
+        model = loaded_decoder(self.case, "float64")
+        losses = model.sequence_losses(microbatches_of(tokens_BS, labels_BS, 0, 3, Mesh()))
+        at_label = np.take_along_axis(logits_BSV, labels_BS[..., None], -1)[..., 0]
+        expected = (np.log(np.exp(logits_BSV).sum(-1)) - at_label).sum(-1)
+        assert_close(losses, expected, FLOAT64, "losses")
+        assert model.training

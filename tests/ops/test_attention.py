@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Iterator
+
 import numpy as np
 import paddle
 import pytest
 
-from tests.ops.conftest import Arrays, assert_gradients
+from tests.ops.conftest import TOLERANCES, Arrays, assert_gradients
 from tests.oracles import ops as oracle
+from tests.tolerances import assert_close
+from vha_paddle.errors import RunError
 from vha_paddle.ops import attention
 from vha_paddle.ops.attention import causal_attention
 
@@ -18,6 +24,21 @@ SHAPES = {
     "one position": (3, 1, 4, 2, 6),
     "many heads": (1, 7, 20, 10, 2),
 }
+# B, T, N, K, H
+LONG_SHAPES = {
+    "grouped": (2, 16, 6, 2, 5),
+    "one KV head": (1, 16, 4, 1, 3),
+    "a KV head each": (2, 16, 3, 3, 4),
+}
+PIECES = {
+    "inner zigzag": [(2, 4), (12, 14)],
+    "outer zigzag": [(0, 4), (12, 16)],
+    "the zigzag between": [(4, 8), (8, 12)],
+    "the end": [(5, 16)],
+    "the beginning": [(0, 5)],
+    "one position": [(7, 8)],
+    "three": [(0, 1), (3, 9), (11, 13)],
+}
 
 
 @pytest.fixture(params=[1 << 26, 0], ids=["kept", "computed again"])
@@ -28,9 +49,32 @@ def probabilities(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 def random_inputs(shape: tuple[int, ...]) -> tuple[Arrays, np.ndarray]:
     B, S, N, K, H = shape
     rng = np.random.default_rng(1)
-    heads = {"q_BSNH": N, "k_BSKH": K, "v_BSKH": K}
+    heads = {"q_BSNH": N, "k_BTKH": K, "v_BTKH": K}
     inputs = {name: rng.normal(0, 1.5, (B, S, count, H)) for name, count in heads.items()}
     return inputs, rng.normal(size=(B, S, N, H))
+
+
+def positions_of(pieces: list[tuple[int, int]]) -> np.ndarray:
+    return np.concatenate([np.arange(*piece) for piece in pieces])
+
+
+def piece_case(
+    shape: tuple[int, ...], pieces: list[tuple[int, int]]
+) -> tuple[Arrays, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """Inputs, dy, y and gradients of the queries in `pieces`: the whole attention, no gradient from the others."""
+    inputs, dy = random_inputs(shape)
+    own = positions_of(pieces)
+    y, cache = oracle.causal_attention(*inputs.values())
+    dy_own = np.zeros_like(dy)
+    dy_own[:, own] = dy[:, own]
+    dq, dk, dv = oracle.causal_attention_backward(dy_own, cache)
+    part = inputs | {"q_BSNH": inputs["q_BSNH"][:, own]}
+    return part, dy[:, own], y[:, own], {"q_BSNH": dq[:, own], "k_BTKH": dk, "v_BTKH": dv}
+
+
+def assert_pieces_equal_the_equations(shape: tuple[int, ...], pieces: list[tuple[int, int]], dtype: str) -> None:
+    inputs, dy, y, gradients = piece_case(shape, pieces)
+    assert_gradients(functools.partial(causal_attention, pieces=pieces), inputs, y, dy, gradients, dtype)
 
 
 def assert_equals_the_equations(shape: tuple[int, ...], dtype: str) -> None:
@@ -73,19 +117,183 @@ def test_outputs_before_a_changed_token_stay_bit_equal(t: int, dtype: str, monke
 
 def test_scores_far_apart_stay_exact(dtype: str) -> None:
     q_BSNH = paddle.to_tensor([[[[1e4]], [[1e4]]]], dtype)
-    k_BSKH = paddle.to_tensor([[[[1.0]], [[-1.0]]]], dtype)
-    v_BSKH = paddle.to_tensor([[[[3.0]], [[5.0]]]], dtype)
-    np.testing.assert_array_equal(causal_attention(q_BSNH, k_BSKH, v_BSKH).numpy(), [[[[3.0]], [[3.0]]]])
+    k_BTKH = paddle.to_tensor([[[[1.0]], [[-1.0]]]], dtype)
+    v_BTKH = paddle.to_tensor([[[[3.0]], [[5.0]]]], dtype)
+    np.testing.assert_array_equal(causal_attention(q_BSNH, k_BTKH, v_BTKH).numpy(), [[[[3.0]], [[3.0]]]])
 
 
 def test_the_form_in_paddle_operations_is_the_same_function() -> None:
     inputs, dy = random_inputs(SHAPES["grouped"])
     y, cache = oracle.causal_attention(*inputs.values())
     gradients = dict(zip(inputs, oracle.causal_attention_backward(dy, cache), strict=True))
-    assert_gradients(attention._attention_with_paddle, inputs, y, dy, gradients, "float64")
+    whole = functools.partial(attention._attention_with_paddle, pieces=[(0, 13)])
+    assert_gradients(whole, inputs, y, dy, gradients, "float64")
+
+
+@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES.keys())
+def test_the_form_in_paddle_operations_takes_pieces(pieces: list[tuple[int, int]]) -> None:
+    inputs, dy, y, gradients = piece_case(LONG_SHAPES["grouped"], pieces)
+    part = functools.partial(attention._attention_with_paddle, pieces=pieces)
+    assert_gradients(part, inputs, y, dy, gradients, "float64")
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
-    q_BSNH, k_BSKH = paddle.zeros([1, 3, 4, 2]), paddle.zeros([1, 3, 3, 2])
+    q_BSNH, k_BTKH = paddle.zeros([1, 3, 4, 2]), paddle.zeros([1, 3, 3, 2])
     with pytest.raises(ValueError, match="do not fit"):
-        causal_attention(q_BSNH, k_BSKH, k_BSKH)
+        causal_attention(q_BSNH, k_BTKH, k_BTKH)
+
+
+@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES.keys())
+@pytest.mark.parametrize("shape", LONG_SHAPES.values(), ids=LONG_SHAPES.keys())
+def test_pieces_and_their_gradients_equal_the_equations(
+    shape: tuple[int, ...], pieces: list[tuple[int, int]], dtype: str, threads: int
+) -> None:
+    assert_pieces_equal_the_equations(shape, pieces, dtype)
+
+
+@pytest.mark.parametrize("block_rows", [1, 6, 9], ids=lambda rows: f"{rows} rows")
+def test_the_blocks_of_a_piece_do_not_show(
+    block_rows: int, probabilities: None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_BLOCK_ROWS", block_rows)
+    for shape in LONG_SHAPES.values():
+        for pieces in PIECES.values():
+            assert_pieces_equal_the_equations(shape, pieces, "float64")
+
+
+def test_pieces_longer_than_a_block_equal_the_equations(probabilities: None, dtype: str) -> None:
+    step = attention._BLOCK_ROWS // 2
+    assert_pieces_equal_the_equations((1, 4 * step, 2, 1, 4), [(5, step + 8), (2 * step + 1, 4 * step - 9)], dtype)
+
+
+@pytest.mark.parametrize("shape", LONG_SHAPES.values(), ids=LONG_SHAPES.keys())
+def test_the_pieces_of_two_ranks_make_up_the_whole(shape: tuple[int, ...], dtype: str) -> None:
+    inputs, dy = random_inputs(shape)
+
+    def run(pieces: list[tuple[int, int]] | None, own: np.ndarray) -> list[np.ndarray]:
+        part = inputs | {"q_BSNH": inputs["q_BSNH"][:, own]}
+        tensors = [paddle.to_tensor(x.astype(dtype), stop_gradient=False) for x in part.values()]
+        y_BSNH = causal_attention(*tensors, pieces=pieces)
+        y_BSNH.backward(paddle.to_tensor(dy[:, own].astype(dtype)))
+        return [y_BSNH.numpy(), *(x.grad.numpy() for x in tensors)]
+
+    ranks = [[(0, 4), (12, 16)], [(4, 8), (8, 12)]]
+    back = np.argsort(np.concatenate([positions_of(pieces) for pieces in ranks]))
+    whole = run(None, np.arange(16))
+    first, second = (run(pieces, positions_of(pieces)) for pieces in ranks)
+    for i, name in enumerate(["output", "gradient of q"]):
+        joined = np.concatenate([first[i], second[i]], axis=1)[:, back]
+        assert_close(joined, whole[i], TOLERANCES[dtype], name)
+    for i, name in enumerate(["gradient of k", "gradient of v"], start=2):
+        assert_close(first[i] + second[i], whole[i], TOLERANCES[dtype], name)
+
+
+@pytest.mark.parametrize("form", [causal_attention, attention._attention_with_paddle], ids=["blocks", "Paddle"])
+def test_keys_and_values_after_the_last_query_count_for_nothing(form: attention.Attention, dtype: str) -> None:
+    inputs, dy, _, _ = piece_case(LONG_SHAPES["grouped"], PIECES["inner zigzag"])
+    outputs = []
+    for beyond in [0.0, np.nan]:
+        tensors = [paddle.to_tensor(x.astype(dtype)) for x in inputs.values()]
+        for x in tensors[1:]:
+            x[:, 14:] = beyond
+        for x in tensors:
+            x.stop_gradient = False
+        y_BSNH = form(*tensors, pieces=PIECES["inner zigzag"])
+        y_BSNH.backward(paddle.to_tensor(dy.astype(dtype)))
+        for x in tensors[1:]:
+            np.testing.assert_array_equal(x.grad.numpy()[:, 14:], 0)
+            assert (x.grad.numpy()[:, :14] != 0).all()
+        outputs.append(y_BSNH.numpy())
+    np.testing.assert_array_equal(*outputs)
+
+
+def test_one_piece_of_all_positions_gives_the_bits_of_the_whole(dtype: str) -> None:
+    inputs = [paddle.to_tensor(x.astype(dtype)) for x in random_inputs(LONG_SHAPES["grouped"])[0].values()]
+    np.testing.assert_array_equal(causal_attention(*inputs, [(0, 16)]).numpy(), causal_attention(*inputs).numpy())
+
+
+BAD_PIECES = {
+    "none": ([], "ascend"),
+    "empty": ([(2, 2), (4, 8)], "ascend"),
+    "backwards": ([(6, 2), (8, 16)], "ascend"),
+    "descending": ([(12, 14), (2, 4)], "ascend"),
+    "overlapping": ([(2, 4), (3, 5)], "ascend"),
+    "before the first position": ([(-2, 2)], "ascend"),
+    "too few": ([(2, 4), (12, 13)], "4 queries"),
+    "too many": ([(2, 4), (12, 16)], "4 queries"),
+    "after the last key": ([(2, 4), (15, 17)], "16 keys"),
+    "not given": (None, "16 keys"),
+}
+
+
+@pytest.mark.parametrize(("pieces", "message"), BAD_PIECES.values(), ids=BAD_PIECES.keys())
+def test_pieces_that_do_not_fit_are_refused(pieces: list[tuple[int, int]] | None, message: str) -> None:
+    q_BSNH, k_BTKH = paddle.zeros([1, 4, 4, 2]), paddle.zeros([1, 16, 2, 2])
+    with pytest.raises(ValueError, match=message):
+        causal_attention(q_BSNH, k_BTKH, k_BTKH, pieces)
+
+
+@pytest.mark.parametrize("shape", [[2, 16, 2, 3], [1, 16, 2, 4], [1, 15, 2, 3]], ids=["batch", "head", "length"])
+@pytest.mark.parametrize("wrong", [[1], [2], [1, 2]], ids=["keys", "values", "both"])
+def test_keys_or_values_of_another_shape_are_refused(shape: list[int], wrong: list[int]) -> None:
+    tensors = [paddle.zeros([1, 16, 4, 3]), paddle.zeros([1, 16, 2, 3]), paddle.zeros([1, 16, 2, 3])]
+    for i in wrong:
+        tensors[i] = paddle.zeros(shape)
+    with pytest.raises(ValueError, match="do not fit"):
+        causal_attention(*tensors)
+
+
+def flash_kernel(last_query_at_last_key: bool, scale_of_gradient: float = 1.0) -> attention.Attention:
+    """What stands for the GPU's kernel: queries end at the last key, or begin at the first."""
+
+    def kernel(q_BSNH: paddle.Tensor, k_BTKH: paddle.Tensor, v_BTKH: paddle.Tensor) -> paddle.Tensor:
+        S, T = q_BSNH.shape[1], k_BTKH.shape[1]
+        start = T - S if last_query_at_last_key else 0
+        y_BSNH = attention._attention_with_paddle(q_BSNH, k_BTKH, v_BTKH, [(start, start + S)])
+        return scale_of_gradient * y_BSNH + (1 - scale_of_gradient) * y_BSNH.detach()
+
+    return kernel
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    attention._require_mask_at_last_key.cache_clear()
+    yield
+    attention._require_mask_at_last_key.cache_clear()
+
+
+@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES.keys())
+def test_a_kernel_whose_mask_ends_at_the_last_key_computes_the_pieces(
+    pieces: list[tuple[int, int]], unchecked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_flash", flash_kernel(True))
+    inputs, dy, y, gradients = piece_case(LONG_SHAPES["grouped"], pieces)
+    assert_gradients(functools.partial(attention._flash_attention, pieces=pieces), inputs, y, dy, gradients, "float64")
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [flash_kernel(False), flash_kernel(True, 0.5), flash_kernel(True, math.nan)],
+    ids=["mask at the first key", "wrong gradients", "not a number"],
+)
+def test_a_kernel_that_cannot_compute_a_part_is_refused_with_the_remedy(
+    kernel: attention.Attention, unchecked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_flash", kernel)
+    tensors = [paddle.to_tensor(x) for x in piece_case(LONG_SHAPES["grouped"], [(2, 16)])[0].values()]
+    with paddle.no_grad(), pytest.raises(RunError, match="set parallel.context=1"):
+        attention._flash_attention(*tensors, [(2, 16)])
+
+
+def test_a_kernel_is_checked_once(unchecked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted(*tensors: paddle.Tensor) -> paddle.Tensor:
+        calls.append(tensors[1].shape[1])
+        return flash_kernel(True)(*tensors)
+
+    monkeypatch.setattr(attention, "_flash", counted)
+    tensors = [paddle.to_tensor(x) for x in piece_case(LONG_SHAPES["grouped"], [(0, 4), (12, 16)])[0].values()]
+    for _ in range(2):
+        attention._flash_attention(*tensors, [(0, 4), (12, 16)])
+    assert calls == [4, attention._CHECKED_KEYS, 16, 4, 16]

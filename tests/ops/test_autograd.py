@@ -13,6 +13,7 @@ import paddle
 import pytest
 
 from vha_paddle.ops.attention import causal_attention
+from vha_paddle.ops.dropout import dropout
 from vha_paddle.ops.linear import linear
 from vha_paddle.ops.loss import cross_entropy
 from vha_paddle.ops.norm import rms_norm
@@ -32,6 +33,10 @@ CASES = {
     "rms_norm": Case(lambda x, weight: rms_norm(x, weight, 1e-6), ((2, 5, 8), (8,))),
     "apply_rope": Case(lambda x: apply_rope(x, *TABLES), ((2, 5, 3, 4),)),
     "causal_attention": Case(causal_attention, ((1, 5, 4, 3), (1, 5, 2, 3), (1, 5, 2, 3))),
+    "attention of pieces": Case(
+        lambda q, k, v: causal_attention(q, k, v, [(0, 2), (5, 8)]), ((1, 5, 4, 3), (1, 9, 2, 3), (1, 9, 2, 3))
+    ),
+    "dropout": Case(lambda x: dropout(x, 0.3, 7, np.arange(2), np.arange(5)), ((2, 5, 6),)),
     "swiglu": Case(swiglu, ((2, 5, 6), (2, 5, 6))),
     "linear": Case(linear, ((2, 5, 6), (6, 3))),
     "cross_entropy": Case(lambda x: cross_entropy(x, LABELS), ((1, 5, 7),)),

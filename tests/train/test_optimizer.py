@@ -32,3 +32,14 @@ def test_every_constant_of_the_recipe_reaches_adamw(constants: dict[str, float])
         optimizer.step(spec.learning_rate)
         weight, state = adamw_update(weight, gradient, state, spec)
     assert_close(parameter.numpy(), weight, FLOAT64, NAME)
+
+
+def test_a_rank_that_owns_no_parameter_takes_its_steps_without_a_state() -> None:
+    recipe = CASES[0].recipe()
+    parameters = build_decoder(recipe.model, Mesh(), seed=0).parameters()[:1]
+    mesh = Mesh(sharding_rank=1, sharding_degree=2, sharding_stage=3)
+    optimizer, before = Optimizer(parameters, recipe, mesh), parameters[0].numpy()
+    (parameters[0] * 2.0).sum().backward()
+    optimizer.step(0.01)
+    assert optimizer.slots() == {} and optimizer.powers() == {}
+    assert np.array_equal(parameters[0].numpy(), before) and parameters[0].grad is None

@@ -23,12 +23,12 @@ def build() -> Decoder:
 def train(model: Decoder, learning_rate: float = 1e-3, max_grad_norm: float = 1.0) -> StepResult:
     optimizer = Optimizer(model.parameters(), CASE.recipe(), Mesh())
     tokens_BS, labels_BS = next(batches(CASE))
-    return train_step(model, optimizer, tokens_BS, labels_BS, MICRO_BATCH, learning_rate, max_grad_norm, Mesh())
+    return train_step(model, optimizer, tokens_BS, labels_BS, 0, MICRO_BATCH, learning_rate, max_grad_norm, Mesh())
 
 
 def test_a_step_reports_its_loss_and_the_norm_before_clipping() -> None:
     twin = build()
-    loss = accumulate_gradients(twin, *next(batches(CASE)), MICRO_BATCH, Mesh())
+    loss = accumulate_gradients(twin, *next(batches(CASE)), 0, MICRO_BATCH, Mesh())
     norm = np.sqrt(sum(np.square(parameter.grad.numpy()).sum() for parameter in twin.parameters()))
     result = train(build(), max_grad_norm=norm / 10)
     assert result.loss == pytest.approx(loss, rel=FLOAT64_FOLD)

@@ -15,7 +15,7 @@ import pytest
 
 from tests.tolerances import FLOAT32
 from tests.train.conftest import NUM_STEPS, MakeRecipe
-from vha_paddle.checkpoint.layout import list_steps, open_checkpoint, step_directory
+from vha_paddle.checkpoint.layout import list_steps, open_checkpoint, step_directory, tensor_file
 from vha_paddle.config import Recipe, load_recipe
 from vha_paddle.errors import RunError, UserError
 from vha_paddle.parallel.mesh import Mesh
@@ -133,7 +133,8 @@ def test_a_checkpoint_is_read_by_the_safetensors_library_under_canonical_names(m
     recipe = make_recipe()
     trainer = train(recipe)
     directory = step_directory(Path(recipe.run.output), NUM_STEPS)
-    model, optimizer = load_file(directory / "model.safetensors"), load_file(directory / "optimizer.safetensors")
+    model = load_file(directory / tensor_file("model", 0, 1))
+    optimizer = load_file(directory / tensor_file("optimizer", 0, 1))
     parameters = trainer.model.named_tensors()
     assert set(model) == set(parameters)
     assert {"model.embed_tokens.weight", "model.layers.1.self_attn.premix", "model.norm.weight"} <= set(model)
@@ -141,7 +142,7 @@ def test_a_checkpoint_is_read_by_the_safetensors_library_under_canonical_names(m
         assert np.array_equal(model[name], parameter.numpy())
         for slot, states in trainer.optimizer.slots().items():
             assert np.array_equal(optimizer[f"{name}.{slot}"], states[name].numpy())
-    metadata = read_tensors(directory / "model.safetensors").metadata
+    metadata = read_tensors(directory / tensor_file("model", 0, 1)).metadata
     assert metadata["linear_layout"] == "in_out" and metadata["head_order"] == "group_major"
 
 
@@ -176,7 +177,7 @@ def test_a_half_written_checkpoint_is_not_resumed_from(make_recipe: MakeRecipe) 
 
 
 @pytest.mark.parametrize("damage", ["truncated", "edited", "missing"])
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+@pytest.mark.parametrize("name", [tensor_file("model", 0, 1), tensor_file("optimizer", 0, 1), "state.json"])
 def test_a_damaged_checkpoint_is_refused_by_name(make_recipe: MakeRecipe, name: str, damage: str) -> None:
     recipe = make_recipe()
     train(recipe)

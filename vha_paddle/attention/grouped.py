@@ -5,11 +5,11 @@ from __future__ import annotations
 import paddle
 from paddle import nn
 
-from vha_paddle.attention.base import RotaryTables, norm_and_rotate
+from vha_paddle.attention.base import RotaryTables, attend, norm_and_rotate
 from vha_paddle.config import GroupedAttention
-from vha_paddle.ops.attention import causal_attention
 from vha_paddle.ops.linear import linear
 from vha_paddle.parallel.init import Normal
+from vha_paddle.parallel.recompute import recomputed
 from vha_paddle.parallel.scope import RMSNorm, Scope
 
 
@@ -32,7 +32,7 @@ class SelfAttentionGrouped(nn.Layer):
         scope = scope or Scope.standalone("self_attn")
         mesh, init = scope.mesh, Normal(initializer_range)
         num_query, num_kv, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.mesh, self.head_dim = mesh, head_dim
+        self.mesh, self.head_dim, self.recompute = mesh, head_dim, scope.recompute == "selective"
         self.kv_columns: slice | None = None
         self.q_proj = scope.child("q_proj").column_linear(hidden_size, num_query * head_dim, init)
         if num_kv % mesh.tensor_degree == 0:
@@ -53,9 +53,13 @@ class SelfAttentionGrouped(nn.Layer):
         q_BSNH = self.q_proj(x_BSD).reshape([batch, sequence, -1, self.head_dim])
         k_BSKH = self._key_value(x_BSD, self.k_proj).reshape([batch, sequence, -1, self.head_dim])
         v_BSKH = self._key_value(x_BSD, self.v_proj).reshape([batch, sequence, -1, self.head_dim])
-        q_BSNH = norm_and_rotate(q_BSNH, self.q_norm, rope)
-        k_BSKH = norm_and_rotate(k_BSKH, self.k_norm, rope)
-        y_BSNH = causal_attention(q_BSNH, k_BSKH, v_BSKH)
+
+        def core(q_BSNH: paddle.Tensor, k_BSKH: paddle.Tensor, v_BSKH: paddle.Tensor) -> paddle.Tensor:
+            q_BSNH = norm_and_rotate(q_BSNH, self.q_norm, rope)
+            k_BSKH = norm_and_rotate(k_BSKH, self.k_norm, rope)
+            return attend(q_BSNH, k_BSKH, v_BSKH, self.mesh)
+
+        y_BSNH = recomputed(core, q_BSNH, k_BSKH, v_BSKH) if self.recompute else core(q_BSNH, k_BSKH, v_BSKH)
         return self.o_proj(y_BSNH.reshape([batch, sequence, -1]))
 
     def _key_value(self, x_BSD: paddle.Tensor, projection: nn.Layer) -> paddle.Tensor:

@@ -19,7 +19,9 @@ Every group needs every physical head, so a split by KV group would have to hold
     postmix A, B  seen as [K, P, R], split on P: the gradients are local because z below is summed both ways
     o_proj        rows [N*H, D] seen as [K, P, H, D], split on P
 
-The one communication VHA adds is z = A^T y: R * H values per token, summed in forward and in backward.
+The one communication VHA adds is z = A^T y: R * H values per token, summed in forward and in backward. In weight
+space (`postmix_space`) Postmix acts on W_O instead: sum_n y'_n W_O[n] = sum_m y_m (W_O[m] + sum_r A[m,r] C[r]) with
+C = B^T W_O, and what is summed is C: R * H * D values, however many tokens there are.
 """
 
 from __future__ import annotations
@@ -27,11 +29,12 @@ from __future__ import annotations
 import paddle
 from paddle import nn
 
-from vha_paddle.attention.base import RotaryTables, norm_and_rotate
+from vha_paddle.attention.base import RotaryTables, attend, norm_and_rotate
 from vha_paddle.config import VirtualHeadAttention
-from vha_paddle.ops.attention import causal_attention
+from vha_paddle.ops.linear import linear
 from vha_paddle.parallel.init import Constant, IdentityPlusNoise, Normal
 from vha_paddle.parallel.placement import Placement
+from vha_paddle.parallel.recompute import recomputed
 from vha_paddle.parallel.scope import RMSNorm, Scope
 
 
@@ -62,7 +65,8 @@ class SelfAttentionVHA(nn.Layer):
         init = Normal(initializer_range)
         P, K, H, R = config.num_physical_heads, config.num_key_value_heads, config.head_dim, config.postmix_rank
         N = config.num_attention_heads
-        self.mesh, self.head_dim = scope.mesh, H
+        self.mesh, self.head_dim, self.postmix_space = scope.mesh, H, config.postmix_space
+        self.recompute = scope.recompute == "selective"
 
         self.q_proj = scope.child("q_proj").column_linear(hidden_size, P * H, init)
         self.k_proj = scope.child("k_proj").replicated_linear(hidden_size, K * H, init)
@@ -87,10 +91,18 @@ class SelfAttentionVHA(nn.Layer):
         q_BSPH = self.q_proj(x_BSD).reshape([batch, sequence, -1, self.head_dim])
         k_BSKH = self.k_proj(x_BSD).reshape([batch, sequence, -1, self.head_dim])
         v_BSKH = self.v_proj(x_BSD).reshape([batch, sequence, -1, self.head_dim])
-        q_BSNH = norm_and_rotate(self._premix(q_BSPH), self.q_norm, rope)
-        k_BSKH = norm_and_rotate(k_BSKH, self.k_norm, rope)
-        y_BSNH = self._postmix(causal_attention(q_BSNH, k_BSKH, v_BSKH))
-        return self.o_proj(y_BSNH.reshape([batch, sequence, -1]))
+
+        def core(q_BSPH: paddle.Tensor, k_BSKH: paddle.Tensor, v_BSKH: paddle.Tensor) -> paddle.Tensor:
+            q_BSNH = norm_and_rotate(self._premix(q_BSPH), self.q_norm, rope)
+            k_BSKH = norm_and_rotate(k_BSKH, self.k_norm, rope)
+            y_BSNH = attend(q_BSNH, k_BSKH, v_BSKH, self.mesh)
+            return self._postmix(y_BSNH) if self.postmix_space == "activation" else y_BSNH
+
+        y_BSNH = recomputed(core, q_BSPH, k_BSKH, v_BSKH) if self.recompute else core(q_BSPH, k_BSKH, v_BSKH)
+        y_BSE = y_BSNH.reshape([batch, sequence, -1])
+        if self.postmix_space == "activation":
+            return self.o_proj(y_BSE)
+        return self.mesh.leave_tensor_region(linear(y_BSE, self._mixed_output_weight()))
 
     def _premix(self, q_BSPH: paddle.Tensor) -> paddle.Tensor:
         """Every physical head through every group's matrix, in group-major order."""
@@ -104,6 +116,12 @@ class SelfAttentionVHA(nn.Layer):
         """y + B (A^T y) on the head axis; A^T y is summed over the tensor ranks' heads."""
         z_BSRH = self.mesh.sum_over_tensor(paddle.matmul(self.postmix_a, y_BSNH, transpose_x=True))
         return y_BSNH + paddle.matmul(self.postmix_b, z_BSRH)
+
+    def _mixed_output_weight(self) -> paddle.Tensor:
+        """W_O + A (B^T W_O) on the head axis, for this rank's heads; B^T W_O is summed over the tensor ranks'."""
+        by_head = self.o_proj.weight.reshape([self.postmix_a.shape[0], -1])
+        c_RX = self.mesh.sum_over_tensor(paddle.matmul(self.postmix_b, by_head, transpose_x=True))
+        return (by_head + paddle.matmul(self.postmix_a, c_RX)).reshape(self.o_proj.weight.shape)
 
 
 def _premix_init(config: VirtualHeadAttention) -> IdentityPlusNoise:

@@ -1,12 +1,16 @@
 """What a checkpoint is on disk, and when it counts as whole.
 
     RUN/checkpoints/step-00000300/
-        model.safetensors      every parameter: canonical name, logical shape (the parallel layout leaves no trace)
-        optimizer.safetensors  AdamW's moments (and float32 master weights) under `<parameter>.<slot>`
-        recipe.yaml            the resolved recipe
-        tokenizer.model        the SentencePiece model of the data
-        state.json             step, tokens, samples: where the run stood
-        manifest.json          size and SHA-256 of each file above; written last
+        model-00003-of-00016.safetensors      the parameters, or parts of them, that rank 3 of 16 answers for
+        optimizer-00003-of-00016.safetensors  AdamW's moments (and float32 master weights) of the same
+        recipe.yaml                           the resolved recipe
+        tokenizer.model                       the SentencePiece model of the data
+        state.json                            step, tokens, samples: where the run stood
+        manifest.json                         size and SHA-256 of each file above; written last
+
+Tensors have canonical names, `<parameter>` and `<parameter>.<slot>`. Together the files hold every logical tensor
+exactly once (see `logical.py`), so any layout reads what any other wrote. A rank without anything to answer for
+writes no file: the manifest is the list of files.
 
 A checkpoint is built in a hidden temporary directory and renamed when it is complete, so a directory with this
 name is whole unless it was damaged later, which the manifest shows.
@@ -16,18 +20,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from vha_paddle.checkpoint.logical import LogicalTensors
 from vha_paddle.config import Recipe, load_recipe
 from vha_paddle.errors import UserError
 from vha_paddle.files import atomic_write
-from vha_paddle.tensor_file import TensorFile, read_tensors
+from vha_paddle.tensor_file import FileRecord, read_tensors
 
-MODEL_FILE = "model.safetensors"
-OPTIMIZER_FILE = "optimizer.safetensors"
 RECIPE_FILE = "recipe.yaml"
 TOKENIZER_FILE = "tokenizer.model"
 STATE_FILE = "state.json"
@@ -36,7 +42,12 @@ MANIFEST_FILE = "manifest.json"
 # Linear weights are [in, out], as Paddle multiplies; virtual heads are numbered n = group * P + physical head.
 TENSOR_METADATA = {"format": "vha_paddle", "linear_layout": "in_out", "head_order": "group_major"}
 
+Content = Literal["model", "optimizer"]
+
 _STEP_DIRECTORY = re.compile(r"^step-(\d{8})$")
+_TENSOR_FILE = re.compile(r"(model|optimizer)-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
+_CHUNK_BYTES = 256 << 10
+_MAX_DIGEST_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -64,26 +75,44 @@ class Checkpoint:
     path: Path
     recipe: Recipe
     state: RunState
+    files: Mapping[str, FileRecord]
+    """The manifest."""
 
     @property
     def tokenizer_path(self) -> Path:
         return self.path / TOKENIZER_FILE
 
-    def model_tensors(self) -> TensorFile:
+    def model_tensors(self) -> LogicalTensors:
         """The parameters.
 
         Raises:
-            UserError: the file states another orientation or head order than this version writes.
+            UserError: a file is damaged, or states another orientation or head order than this version writes.
         """
-        tensors = read_tensors(self.path / MODEL_FILE)
-        for key, expected in TENSOR_METADATA.items():
-            found = tensors.metadata.get(key)
-            if found != expected:
-                raise UserError(f"{tensors.path}: metadata {key}={found}: must be {expected}; convert the file first")
-        return tensors
+        return self._tensors("model")
 
-    def optimizer_tensors(self) -> TensorFile:
-        return read_tensors(self.path / OPTIMIZER_FILE)
+    def optimizer_tensors(self) -> LogicalTensors:
+        """The optimizer's state, under `<parameter>.<slot>`. Raises as `model_tensors`."""
+        return self._tensors("optimizer")
+
+    def _tensors(self, content: Content) -> LogicalTensors:
+        files = [read_tensors(self.path / name) for name in tensor_files(self.files, content)]
+        for file in files:
+            for key, expected in TENSOR_METADATA.items():
+                found = file.metadata.get(key)
+                if found != expected:
+                    raise UserError(f"{file.path}: metadata {key}={found}: must be {expected}; convert the file first")
+        return LogicalTensors(self.path, files)
+
+
+def tensor_file(content: Content, number: int, total: int) -> str:
+    """Name of the file that rank `number` of `total` writes; counted from 0, as ranks are."""
+    return f"{content}-{number:05d}-of-{total:05d}.safetensors"
+
+
+def tensor_files(names: Iterable[str], content: Content) -> list[str]:
+    """Those of `names` that hold tensors of the model, or of the optimizer."""
+    matches = (_TENSOR_FILE.fullmatch(name) for name in names)
+    return sorted(match[0] for match in matches if match and match[1] == content)
 
 
 def checkpoints_directory(output: Path) -> Path:
@@ -121,70 +150,130 @@ def resolve_checkpoint(path: Path) -> Path:
     return step_directory(path, steps[-1])
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a checkpoint, or the newest of a run directory, after checking sizes and digests of its files.
+def open_checkpoint(path: Path, share: int = 0, num_shares: int = 1) -> Checkpoint:
+    """Open a checkpoint, or the newest of a run directory, after checking its files against the manifest.
+
+    Args:
+        share, num_shares: of this many processes which open it together, the one that this is. Each checks the
+            digests of its share of the files, and the sizes of all.
 
     Raises:
         UserError: none is there, it is incomplete, or a file differs from the manifest.
     """
     path = resolve_checkpoint(path)
-    verify_manifest(path)
-    state = _read_json(path / STATE_FILE)
+    files = read_manifest(path)
+    mine = set(sorted(files)[share::num_shares])
+    _refuse_faults(path, files, mine)
+    return _read(path, files)
+
+
+def open_without_digests(path: Path) -> Checkpoint:
+    """Open a checkpoint, or the newest of a run directory, after checking the sizes of its files: reads no tensor.
+
+    Raises:
+        UserError: as `open_checkpoint`.
+    """
+    path = resolve_checkpoint(path)
+    files = read_manifest(path)
+    _refuse_faults(path, files, with_digest=set())
+    return _read(path, files)
+
+
+def _refuse_faults(path: Path, files: Mapping[str, FileRecord], with_digest: set[str]) -> None:
+    with ThreadPoolExecutor(min(_MAX_DIGEST_THREADS, len(os.sched_getaffinity(0)))) as pool:
+        faults = pool.map(lambda name: find_fault(path / name, files[name], name in with_digest), files)
+        for fault in faults:
+            if fault is not None:
+                raise UserError(f"{fault}; use another checkpoint")
+
+
+def _read(path: Path, files: Mapping[str, FileRecord]) -> Checkpoint:
     try:
-        run_state = RunState(**state)
+        state = RunState(**read_json(path / STATE_FILE))
     except TypeError:
         raise UserError(f"{path / STATE_FILE}: not the state this version writes; use the version that did") from None
-    return Checkpoint(path, load_recipe(path / RECIPE_FILE), run_state)
+    return Checkpoint(path, load_recipe(path / RECIPE_FILE), state, files)
 
 
 def write_state(directory: Path, state: RunState) -> None:
-    _write_json(directory / STATE_FILE, asdict(state))
+    write_json(directory / STATE_FILE, asdict(state))
 
 
-def write_manifest(directory: Path) -> None:
-    """Record every file of `directory`; the last thing written into a checkpoint."""
-    files = {
-        entry.name: {"bytes": entry.stat().st_size, "sha256": sha256_of(entry)}
-        for entry in sorted(directory.iterdir())
-        if entry.name != MANIFEST_FILE
-    }
-    _write_json(directory / MANIFEST_FILE, {"files": files})
+def write_manifest(directory: Path, files: Mapping[str, FileRecord]) -> None:
+    """List the files of a checkpoint; the last thing written into it."""
+    write_json(directory / MANIFEST_FILE, {"files": {name: asdict(files[name]) for name in sorted(files)}})
 
 
-def verify_manifest(directory: Path) -> None:
-    """Compare every file with the manifest.
+def read_manifest(directory: Path) -> dict[str, FileRecord]:
+    """What the manifest says of each file.
 
     Raises:
-        UserError: naming the first file that is missing or differs.
+        UserError: it is not a manifest, or lacks a file that every checkpoint has.
     """
     path = directory / MANIFEST_FILE
     try:
-        expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in _read_json(path)["files"].items()}
+        files = {name: FileRecord(**record) for name, record in read_json(path)["files"].items()}
+        valid = all(type(file.bytes) is int and type(file.sha256) is str for file in files.values())
     except (KeyError, TypeError, AttributeError):
-        raise UserError(f"{path}: not a manifest; the checkpoint is damaged, use another") from None
-    required = {MODEL_FILE, OPTIMIZER_FILE, RECIPE_FILE, TOKENIZER_FILE, STATE_FILE}
-    for name in sorted(required | set(expected)):
-        file = directory / name
-        if "/" in name or name not in expected or not file.is_file():
+        valid = False
+    if not valid or any("/" in name for name in files):
+        raise UserError(f"{path}: not a manifest; the checkpoint is damaged, use another")
+    for content in ("model", "optimizer"):
+        if not tensor_files(files, content):
+            raise UserError(f"{directory}: holds no {content}-XXXXX-of-XXXXX.safetensors; use another checkpoint")
+    for name in (RECIPE_FILE, TOKENIZER_FILE, STATE_FILE):
+        if name not in files:
             raise UserError(f"{directory}: incomplete, {name} is missing; use another checkpoint")
-        size, digest = expected[name]
-        if file.stat().st_size != size or sha256_of(file) != digest:
-            raise UserError(f"{file}: differs from the manifest (damaged or edited); use another checkpoint")
+    return files
 
 
-def sha256_of(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file, read in pieces."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def find_fault(
+    path: Path, record: FileRecord, with_digest: bool = True, progress: Callable[[int], None] = lambda count: None
+) -> str | None:
+    """What distinguishes a file from its record in the manifest, or None where they agree.
+
+    Args:
+        progress: told the bytes read since it was last told.
+    """
+    try:
+        if not path.is_file():
+            return f"{path.parent}: incomplete, {path.name} is missing"
+        if path.stat().st_size != record.bytes or (with_digest and sha256_of(path, progress) != record.sha256):
+            return f"{path}: differs from the manifest (damaged or edited)"
+    except OSError as error:
+        return f"{path}: cannot be read ({error.strerror})"
+    return None
 
 
-def _read_json(path: Path) -> Any:
+def record_of(path: Path) -> FileRecord:
+    """What the manifest is to say of a finished file."""
+    return FileRecord(path.stat().st_size, sha256_of(path))
+
+
+def sha256_of(path: Path, progress: Callable[[int], None] = lambda count: None) -> str:
+    """Hexadecimal SHA-256 of a file, read in pieces; `progress` is told the bytes of each."""
+    digest, buffer = hashlib.sha256(), bytearray(_CHUNK_BYTES)
+    view = memoryview(buffer)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(view[:count])
+            progress(count)
+    return digest.hexdigest()
+
+
+def read_json(path: Path) -> Any:
+    """Read a value back.
+
+    Raises:
+        UserError: the file is absent or damaged.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({error}); the checkpoint is damaged, use another") from None
 
 
-def _write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
+    """Write a value, whole or not at all."""
     with atomic_write(path) as file:
         file.write(json.dumps(value, indent=2).encode() + b"\n")

@@ -3,30 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import paddle
 
-from vha_paddle.checkpoint.layout import Checkpoint
+from vha_paddle.checkpoint.layout import Checkpoint, open_checkpoint
+from vha_paddle.checkpoint.logical import LogicalTensors
 from vha_paddle.checkpoint.save import OptimizerState
 from vha_paddle.errors import UserError
 from vha_paddle.parallel.mesh import Mesh
+from vha_paddle.parallel.ownership import with_weight
 from vha_paddle.parallel.placement import info_of
-from vha_paddle.tensor_file import TensorFile
 
 
-def load_parameters(parameters: Mapping[str, paddle.Tensor], tensors: TensorFile, mesh: Mesh) -> None:
-    """Fill every parameter from the file of logical tensors.
+def open_together(path: Path, mesh: Mesh) -> Checkpoint:
+    """Open a checkpoint on every rank; each checks the digests of its share of the files, for all.
+
+    Raises:
+        UserError: on every rank, if one finds the checkpoint incomplete or damaged.
+    """
+    checkpoint, fault = None, None
+    try:
+        checkpoint = open_checkpoint(path, mesh.rank, mesh.num_ranks)
+    except UserError as error:
+        fault = str(error)
+    faults = [fault for fault in mesh.objects(fault) if fault is not None]
+    if checkpoint is None or faults:
+        raise UserError(faults[0])
+    return checkpoint
+
+
+def load_parameters(parameters: Mapping[str, paddle.Tensor], tensors: LogicalTensors, mesh: Mesh) -> None:
+    """Fill every parameter of this rank. Every rank calls it: together they must hold all the tensors.
 
     Raises:
         UserError: a tensor is missing, left over, or of another shape than the model's.
     """
-    unexpected = sorted(set(tensors) - set(parameters))
+    unexpected = sorted(set(tensors).difference(*mesh.objects(list(parameters))))
     if unexpected:
         raise UserError(f"{tensors.path}: unexpected tensor {unexpected[0]}; the file belongs to another model")
-    for name, parameter in parameters.items():
-        _fill(parameter, parameter, tensors, name, mesh)
+    for parameter in with_weight(list(parameters.values()), mesh):
+        _fill(parameter, parameter, tensors, info_of(parameter).name, mesh)
 
 
 def load_optimizer(optimizer: OptimizerState, checkpoint: Checkpoint, mesh: Mesh) -> None:
@@ -48,16 +67,11 @@ def load_optimizer(optimizer: OptimizerState, checkpoint: Checkpoint, mesh: Mesh
             power.set_value(value.reshape(power.shape))
 
 
-def _fill(target: Any, parameter: paddle.Tensor, tensors: TensorFile, name: str, mesh: Mesh) -> None:
+def _fill(target: Any, parameter: paddle.Tensor, tensors: LogicalTensors, name: str, mesh: Mesh) -> None:
     placement = info_of(parameter).placement
-    logical = tensors.array(name)
-    if logical.shape != placement.shape:
-        raise UserError(
-            f"{tensors.path}: {name} has shape {list(logical.shape)}, the model needs {list(placement.shape)}; "
-            "the recipe does not match the checkpoint"
-        )
-    local = np.ascontiguousarray(placement.slice_of(logical, mesh.tensor_rank, mesh.tensor_degree))
-    target.set_value(device_tensor(local, target.dtype))
+    local = np.ascontiguousarray(tensors.part(name, placement, mesh.tensor_rank, mesh.tensor_degree))
+    is_same = str(target.dtype).removeprefix("paddle.") == local.dtype.name and local.dtype.name != "bfloat16"
+    target.set_value(local if is_same else device_tensor(local, target.dtype))  # an array is copied once
 
 
 def device_tensor(array: np.ndarray[Any, Any], dtype: Any) -> paddle.Tensor:

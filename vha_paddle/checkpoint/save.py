@@ -1,10 +1,16 @@
-"""Write a checkpoint: each rank puts its own slices into the logical tensors, nothing is gathered."""
+"""Save checkpoints: each rank writes the parts it answers for, nothing is gathered.
+
+A synchronous save writes them straight from where they are. An asynchronous one first copies them to host memory,
+while the next step computes its gradients: only the update, which changes them, has to wait for the copy.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,26 +18,18 @@ import ml_dtypes
 import numpy as np
 import paddle
 
-from vha_paddle.checkpoint.layout import (
-    MODEL_FILE,
-    OPTIMIZER_FILE,
-    RECIPE_FILE,
-    TENSOR_METADATA,
-    TOKENIZER_FILE,
-    RunState,
-    list_steps,
-    step_directory,
-    write_manifest,
-    write_state,
-)
-from vha_paddle.config import Recipe, recipe_to_yaml
+from vha_paddle.checkpoint.layout import Content, RunState, checkpoints_directory, list_steps, step_directory
+from vha_paddle.checkpoint.logical import Cut
+from vha_paddle.checkpoint.writing import CommonFiles, OwnTensor, Writing, reason
+from vha_paddle.config import Recipe
 from vha_paddle.errors import RunError
-from vha_paddle.files import fsync_directory, fsync_tree
 from vha_paddle.parallel.mesh import Mesh
+from vha_paddle.parallel.ownership import answered_for
 from vha_paddle.parallel.placement import info_of
-from vha_paddle.tensor_file import create_tensors, fill_tensors
 
-TensorSpec = tuple[np.dtype[Any], tuple[int, ...]]
+CLOSING_SECONDS = 60.0  # for other ranks to finish a save while this one ends with an error
+
+Read = Callable[[], np.ndarray[Any, Any]]
 
 
 class OptimizerState(Protocol):
@@ -44,113 +42,185 @@ class OptimizerState(Protocol):
     def powers(self) -> dict[str, dict[str, Any]]: ...
 
 
+class CheckpointSaver:
+    """The saves of one run, one at a time: a save waits for the one before it.
+
+    Args:
+        output: the run's directory.
+        tokenizer: the SentencePiece model to keep with each checkpoint.
+    """
+
+    def __init__(self, output: Path, recipe: Recipe, tokenizer: Path, mesh: Mesh) -> None:
+        self.output, self.recipe, self.tokenizer, self.mesh = output, recipe, tokenizer, mesh
+        self._writing: Writing | None = None
+        # Kept from save to save: the first write to a page of new memory costs ten times the copy.
+        self._copies: dict[str, np.ndarray[Any, Any]] = {}
+
+    def save(self, state: RunState, optimizer: OptimizerState) -> Path:
+        """Write the checkpoint of `state.step`; every rank calls it.
+
+        Under `checkpoint.asynchronous` the state must not change before `wait_for_copy`, and the checkpoint is there
+        after `wait`.
+
+        Raises:
+            RunError: a rank could not write this checkpoint, or the one before it. Nothing that looks like a
+                checkpoint is left.
+        """
+        self.wait()
+        asynchronous, mesh = self.recipe.checkpoint.asynchronous, self.mesh
+        final = step_directory(self.output, state.step)
+        temporary = final.parent / f".{final.name}.tmp"
+        self._prepare(temporary)
+        copies: list[tuple[str, paddle.Tensor]] = []
+
+        def read_copy(name: str, tensor: paddle.Tensor) -> Read:
+            copies.append((name, tensor))
+            return lambda: self._copies[name]
+
+        def copy() -> None:
+            for name, tensor in copies:
+                self._copy(name, tensor)
+
+        contents = own_tensors(optimizer, mesh, read_copy if asynchronous else _read_in_place)
+        common = CommonFiles(self.recipe, self.tokenizer, state)
+        self._writing = Writing(
+            temporary, final, mesh.rank, mesh.num_ranks, contents, common, copy if asynchronous else None
+        )
+        self._writing.start(asynchronous)
+        if not asynchronous:
+            self.wait()
+        return final
+
+    def wait_for_copy(self) -> None:
+        """Until the state of a save in flight, if any, is copied and may change."""
+        if self._writing is not None:
+            self._writing.wait_for_copy()
+
+    def wait(self) -> None:
+        """Until the save in flight, if any, is complete; then remove checkpoints beyond `checkpoint.keep`.
+
+        Every rank calls it, and all learn that the checkpoint is there.
+
+        Raises:
+            RunError: a rank could not write.
+        """
+        if self._writing is None:
+            return
+        writing, self._writing = self._writing, None
+        writing.wait_for_files()
+        self._agree(writing.file_error, writing.temporary, writing)
+        writing.wait()
+        self._agree(writing.completion_error, writing.temporary, writing)
+        if self.mesh.is_main:
+            remove_old_checkpoints(self.output, self.recipe.checkpoint.keep)
+
+    def close(self) -> None:
+        """Let a save in flight finish when the run ends with an error; asks no other rank, raises nothing."""
+        if self._writing is not None:
+            self._writing.wait(CLOSING_SECONDS)
+            self._writing = None
+
+    def _prepare(self, temporary: Path) -> None:
+        """Make the temporary directory, without those of a run that died while saving."""
+        error: OSError | None = None
+        try:
+            if self.mesh.is_main:
+                for stale in checkpoints_directory(self.output).glob(".step-*.tmp"):
+                    shutil.rmtree(stale)
+                temporary.mkdir(parents=True)
+        except OSError as caught:
+            error = caught
+        self._agree(error, temporary)
+
+    def _agree(self, error: Exception | None, temporary: Path, writing: Writing | None = None) -> None:
+        """All ranks stop together where one failed, so that none waits for it."""
+        if not self.mesh.any_rank(error is not None):
+            return
+        if writing is not None:
+            writing.abandon()
+        reasons = self.mesh.objects(reason(error) if error is not None else None)
+        told = [f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text is not None]
+        if self.mesh.is_main:  # every rank has stopped writing
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise RunError(
+            f"checkpoint {temporary.parent}: not saved ({'; '.join(told) or 'another rank could not write'}); "
+            "free space or fix permissions and rerun"
+        ) from error
+
+    def _copy(self, name: str, tensor: paddle.Tensor) -> None:
+        """Copy a tensor to host memory."""
+        array = host_view(tensor)
+        if not tensor.place.is_cpu_place():
+            self._copies[name] = array
+            return
+        if name not in self._copies:
+            self._copies[name] = np.empty_like(array)
+        np.copyto(self._copies[name], array)
+
+
 def save_checkpoint(
     output: Path, state: RunState, optimizer: OptimizerState, recipe: Recipe, tokenizer: Path, mesh: Mesh
 ) -> Path:
-    """Write the checkpoint of `state.step`; every rank calls it, and all return when it is complete.
+    """Write one checkpoint and wait until it is complete; every rank calls it.
 
     Raises:
         RunError: a rank could not write. Nothing that looks like a checkpoint is left.
     """
-    final = step_directory(output, state.step)
-    temporary = final.parent / f".{final.name}.tmp"
-    failure: OSError | None = None
-    try:
-        if mesh.is_main:
-            shutil.rmtree(temporary, ignore_errors=True)  # of a run that died while saving
-            temporary.mkdir(parents=True)
-            for file, tensors in _logical_tensors(optimizer).items():
-                create_tensors(temporary / file, tensors, TENSOR_METADATA)
-    except OSError as error:
-        failure = error
-    _stop_if_any_failed(failure, temporary, mesh)
-    try:
-        _write_slices(temporary, optimizer, mesh)
-    except OSError as error:
-        failure = error
-    _stop_if_any_failed(failure, temporary, mesh)
-    try:
-        if mesh.is_main:
-            (temporary / RECIPE_FILE).write_text(recipe_to_yaml(recipe), encoding="utf-8")
-            shutil.copyfile(tokenizer, temporary / TOKENIZER_FILE)
-            write_state(temporary, state)
-            write_manifest(temporary)
-            fsync_tree(temporary)
-            if final.exists():  # the same step, trained again after an older checkpoint was resumed
-                shutil.rmtree(final)
-            os.replace(temporary, final)
-            fsync_directory(final.parent)
-    except OSError as error:
-        failure = error
-    _stop_if_any_failed(failure, temporary, mesh)
-    return final
+    saver = CheckpointSaver(output, recipe, tokenizer, mesh)
+    path = saver.save(state, optimizer)
+    saver.wait()
+    return path
 
 
 def remove_old_checkpoints(output: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints. Called by one rank after a newer one is complete."""
     for step in list_steps(output)[:-keep]:
-        shutil.rmtree(step_directory(output, step))
+        directory = step_directory(output, step)
+        hidden = directory.with_name(f".{directory.name}.removed.tmp")  # one half removed must not look whole
+        with contextlib.suppress(OSError):  # tried again after the next save
+            os.replace(directory, hidden)
+            shutil.rmtree(hidden)
 
 
-def _logical_tensors(optimizer: OptimizerState) -> dict[str, dict[str, TensorSpec]]:
-    """dtype and logical shape of every tensor of the two files, also of those that other ranks own."""
-    model: dict[str, TensorSpec] = {}
-    state: dict[str, TensorSpec] = {}
-    slots = {slot: _dtype(_any(tensors)) for slot, tensors in optimizer.slots().items()}
-    for parameter in optimizer.parameters:
-        info = info_of(parameter)
-        model[info.name] = (_dtype(parameter), info.placement.shape)
-        for slot, dtype in slots.items():
-            state[f"{info.name}.{slot}"] = (dtype, info.placement.shape)
-    for name, powers in optimizer.powers().items():
-        state[f"{name}_power"] = (_dtype(_any(powers)), (1,))
-    return {MODEL_FILE: model, OPTIMIZER_FILE: state}
-
-
-def _write_slices(directory: Path, optimizer: OptimizerState, mesh: Mesh) -> None:
-    """Write what this rank is the first to hold: of equal copies on several ranks one is written."""
-    model, state = fill_tensors(directory / MODEL_FILE), fill_tensors(directory / OPTIMIZER_FILE)
+def own_tensors(
+    optimizer: OptimizerState, mesh: Mesh, reader: Callable[[str, paddle.Tensor], Read]
+) -> dict[Content, dict[str, OwnTensor]]:
+    """What this rank writes: the weights it answers for and their state; on rank 0 also the powers of the betas."""
+    model: dict[str, OwnTensor] = {}
+    state: dict[str, OwnTensor] = {}
     slots = optimizer.slots()
-    for parameter in optimizer.parameters:
-        name, placement = info_of(parameter).name, info_of(parameter).placement
-        if placement.axis is None and mesh.tensor_rank != 0:
-            continue
-        if mesh.data_rank == 0:
-            target = model.array(name)
-            placement.write_slice(target, host_array(parameter), mesh.tensor_rank, mesh.tensor_degree)
-        if mesh.replica == 0:
-            for slot, tensors in slots.items():
-                if name in tensors:
-                    target = state.array(f"{name}.{slot}")
-                    placement.write_slice(target, host_array(tensors[name]), mesh.tensor_rank, mesh.tensor_degree)
+    for parameter in answered_for(optimizer.parameters, mesh):
+        info = info_of(parameter)
+        cut = Cut.of(info.placement, mesh.tensor_rank, mesh.tensor_degree)
+        model[info.name] = _own(info.name, parameter, cut, reader)
+        for slot, tensors in slots.items():
+            if info.name in tensors:  # a float32 parameter has no master weight
+                name = f"{info.name}.{slot}"
+                state[name] = _own(name, tensors[info.name], cut, reader)
     if mesh.is_main:
         for name, powers in optimizer.powers().items():
-            state.array(f"{name}_power")[...] = host_array(_any(powers)).reshape([1])
-    model.flush()
-    state.flush()
+            power = next(iter(powers.values()))  # equal for all
+            state[f"{name}_power"] = _own(f"{name}_power", power.reshape([1]), None, reader)
+    return {"model": model, "optimizer": state}
 
 
-def _any(tensors: Mapping[str, paddle.Tensor]) -> paddle.Tensor:
-    """One of a slot's tensors: what holds for it holds for all."""
-    return next(iter(tensors.values()))
+def _own(name: str, tensor: paddle.Tensor, cut: Cut | None, reader: Callable[[str, paddle.Tensor], Read]) -> OwnTensor:
+    dtype = np.dtype(str(tensor.dtype).removeprefix("paddle."))
+    return OwnTensor((dtype, tuple(tensor.shape)), cut, reader(name, tensor))
 
 
-def _dtype(tensor: paddle.Tensor) -> np.dtype[Any]:
-    """numpy's name for a tensor's dtype, without copying the tensor to the host."""
-    return np.dtype(str(tensor.dtype).removeprefix("paddle."))
+def _read_in_place(name: str, tensor: paddle.Tensor) -> Read:
+    return functools.partial(host_view, tensor)
 
 
-def _stop_if_any_failed(failure: OSError | None, temporary: Path, mesh: Mesh) -> None:
-    """All ranks stop together, so that none waits for one that failed."""
-    if not mesh.any_rank(failure is not None):
-        return
-    if mesh.is_main:
-        shutil.rmtree(temporary, ignore_errors=True)
-    reason = f"{failure.strerror}" if failure is not None else "another rank could not write"
-    raise RunError(f"checkpoint {temporary.parent}: not saved ({reason}); free space or fix permissions and rerun")
+def host_view(tensor: paddle.Tensor) -> np.ndarray[Any, Any]:
+    """A tensor as numpy: its own memory where that is the host's, else a copy."""
+    if not tensor.place.is_cpu_place() or tensor.dtype == paddle.bfloat16:  # numpy's DLPack knows no bfloat16
+        return host_array(tensor)
+    return np.from_dlpack(tensor.detach())
 
 
 def host_array(tensor: paddle.Tensor) -> np.ndarray[Any, Any]:
-    """A tensor as numpy, true bfloat16 included (Paddle hands out its bits as uint16)."""
+    """A copy of a tensor as numpy, true bfloat16 included (Paddle hands out its bits as uint16)."""
     array: np.ndarray[Any, Any] = tensor.numpy()
     return array.view(ml_dtypes.bfloat16) if tensor.dtype == paddle.bfloat16 else array

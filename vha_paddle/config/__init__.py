@@ -4,6 +4,7 @@ from vha_paddle.config.load import load_recipe, recipe_from_dict, recipe_to_yaml
 from vha_paddle.config.schema import (
     Attention,
     GroupedAttention,
+    Memory,
     Model,
     Parallel,
     Recipe,
@@ -13,6 +14,7 @@ from vha_paddle.config.schema import (
 __all__ = [
     "Attention",
     "GroupedAttention",
+    "Memory",
     "Model",
     "Parallel",
     "Recipe",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from vha_paddle.config.schema import Model, Parallel, Recipe, VirtualHeadAttention, WSDSchedule
 from vha_paddle.errors import UserError
 
@@ -9,8 +11,9 @@ from vha_paddle.errors import UserError
 def check(recipe: Recipe) -> None:
     """Raise `UserError` for the first rule that the recipe breaks."""
     _check_model(recipe.model)
-    _check_unsupported_axes(recipe.parallel)
+    _check_axes(recipe.parallel)
     _check_tensor_parallel(recipe.model, recipe.parallel.tensor)
+    _check_pipeline(recipe)
     _check_data(recipe)
     _check_optimisation(recipe)
     _check_logging(recipe)
@@ -31,15 +34,57 @@ def _check_model(model: Model) -> None:
         )
 
 
-def _check_unsupported_axes(parallel: Parallel) -> None:
-    for key in ("pipeline", "virtual_pipeline", "sharding_stage", "context", "expert"):
-        value = getattr(parallel, key)
-        if value != 1:
-            raise UserError(f"parallel.{key}={value}: this axis is not available yet; use 1")
+def _check_axes(parallel: Parallel) -> None:
+    """Rules of single axes, and keys that would have no effect."""
     if parallel.sequence and parallel.tensor == 1:
         raise UserError(
             "parallel.sequence=true: splits the sequence over the tensor ranks, so it has no effect with "
             "parallel.tensor=1; raise that or remove the key"
+        )
+    stage = parallel.sharding_stage
+    if stage > 1 and parallel.sharding == 1:
+        raise UserError(
+            f"parallel.sharding_stage={stage}: has no effect with parallel.sharding=1; raise that or remove the key"
+        )
+    if stage > 1 and parallel.pipeline > 1:
+        raise UserError(
+            f"parallel.sharding_stage={stage}: must be 1 with parallel.pipeline={parallel.pipeline}, which has many "
+            "microbatches under way at once; use 1"
+        )
+    if parallel.expert != 1:
+        raise UserError(
+            f"parallel.expert={parallel.expert}: splits the experts of a mixture-of-experts model, and "
+            "model.architecture=qwen3 has none; use 1"
+        )
+    if parallel.virtual_pipeline > 1 and parallel.pipeline < 3:
+        raise UserError(
+            f"parallel.virtual_pipeline={parallel.virtual_pipeline}: Paddle interleaves chunks on 3 pipeline ranks and "
+            f"more, and parallel.pipeline={parallel.pipeline}; use virtual_pipeline=1, or a pipeline of 3 or more"
+        )
+
+
+def _check_pipeline(recipe: Recipe) -> None:
+    parallel, num_layers = recipe.parallel, recipe.model.num_hidden_layers
+    if parallel.pipeline == 1:
+        return
+    if num_layers % (parallel.pipeline * parallel.virtual_pipeline):
+        chunks = f" times parallel.virtual_pipeline={parallel.virtual_pipeline}" * (parallel.virtual_pipeline > 1)
+        least = 3 if parallel.virtual_pipeline > 1 else 1
+        works = [
+            degree for degree in range(least, num_layers + 1) if num_layers % (degree * parallel.virtual_pipeline) == 0
+        ]
+        remedy = f"use {_nearest(works, parallel.pipeline)}" if works else "use virtual_pipeline=1"
+        raise UserError(
+            f"parallel.pipeline={parallel.pipeline}:{chunks} must divide model.num_hidden_layers={num_layers}, so that "
+            f"stages are equal; {remedy}"
+        )
+    enough = recipe.num_microbatches == parallel.pipeline or recipe.num_microbatches >= 2 * parallel.pipeline
+    if parallel.virtual_pipeline > 1 and not enough:
+        raise UserError(
+            f"parallel.virtual_pipeline={parallel.virtual_pipeline}: Paddle interleaves parallel.pipeline="
+            f"{parallel.pipeline} microbatches per optimizer step, or twice as many and more; there are "
+            f"{recipe.num_microbatches}; change data.micro_batch_size or data.global_batch_size, or use "
+            "virtual_pipeline=1"
         )
 
 
@@ -64,8 +109,7 @@ def _check_tensor_parallel(model: Model, degree: int) -> None:
     rule = broken(degree)
     if rule is not None:
         works = [candidate for candidate in range(1, 2 * degree) if broken(candidate) is None]
-        nearest = sorted(sorted(works, key=lambda candidate: abs(candidate - degree))[:2])
-        raise UserError(f"parallel.tensor={degree}: {rule}; use {' or '.join(map(str, nearest))}")
+        raise UserError(f"parallel.tensor={degree}: {rule}; use {_nearest(works, degree)}")
 
 
 def _check_data(recipe: Recipe) -> None:
@@ -75,12 +119,7 @@ def _check_data(recipe: Recipe) -> None:
             f"data.sequence_length={data.sequence_length}: must not exceed "
             f"model.max_position_embeddings={model.max_position_embeddings}; raise the latter"
         )
-    if recipe.parallel.sequence and data.sequence_length % recipe.parallel.tensor:
-        raise UserError(
-            f"data.sequence_length={data.sequence_length}: must be a multiple of parallel.tensor="
-            f"{recipe.parallel.tensor} with parallel.sequence; "
-            f"use {_multiples(data.sequence_length, recipe.parallel.tensor)}"
-        )
+    _check_sequence_length(recipe)
     per_microbatch = data.micro_batch_size * recipe.num_data_ranks
     if data.global_batch_size % per_microbatch:
         raise UserError(
@@ -92,6 +131,22 @@ def _check_data(recipe: Recipe) -> None:
         raise UserError(
             f"schedule.total_tokens={recipe.schedule.total_tokens}: one optimizer step takes "
             f"{recipe.tokens_per_step} tokens (global_batch_size * sequence_length); use at least that"
+        )
+
+
+def _check_sequence_length(recipe: Recipe) -> None:
+    """What cuts the sequence must cut it into equal parts."""
+    parallel, length = recipe.parallel, recipe.data.sequence_length
+    factors = []
+    if parallel.context > 1:
+        factors.append((2 * parallel.context, f"twice parallel.context={parallel.context}"))
+    if parallel.sequence:
+        factors.append((parallel.tensor, f"parallel.tensor={parallel.tensor} with parallel.sequence"))
+    multiple = math.prod(factor for factor, _ in factors)
+    if length % multiple:
+        rule = " times ".join(reason for _, reason in factors)
+        raise UserError(
+            f"data.sequence_length={length}: must be a multiple of {rule}; use {_multiples(length, multiple)}"
         )
 
 
@@ -140,3 +195,8 @@ def _multiples(value: int, unit: int) -> str:
     """The multiples of `unit` on either side of `value`."""
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else f"{unit}"
+
+
+def _nearest(works: list[int], degree: int) -> str:
+    """The two of `works` that are closest to a degree that does not work."""
+    return " or ".join(map(str, sorted(sorted(works, key=lambda candidate: abs(candidate - degree))[:2])))

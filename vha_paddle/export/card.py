@@ -67,7 +67,7 @@ of width {attention.head_dim}, {recipe.model.num_hidden_layers} layers, {report[
 | run | {source["run"]}, checkpoint `{source["checkpoint"]}`, seed {source["seed"]} |
 | trained for | {source["step"]:,} optimizer steps, {source["tokens"]:,} tokens |
 | trained parameters | {source["parameters"]:,} |
-| checkpoint's model file | sha256 `{source["model_sha256"]}` |
+| checkpoint's manifest | sha256 `{source["manifest_sha256"]}` |
 | software | trained with vha_paddle {source["vha_paddle"]}, exported with vha_paddle {report["vha_paddle"]} |
 
 {_fold(report)}

@@ -12,6 +12,7 @@ import numpy as np
 import vha_paddle
 from vha_paddle.checkpoint import layout
 from vha_paddle.checkpoint.layout import Checkpoint
+from vha_paddle.checkpoint.logical import LogicalTensors
 from vha_paddle.config import VirtualHeadAttention
 from vha_paddle.counts import parameters
 from vha_paddle.errors import RunError, UserError
@@ -30,7 +31,7 @@ from vha_paddle.export.writer import (
 )
 from vha_paddle.fold import fold_state
 from vha_paddle.names import DecoderShape, account, check_shape, expected_tensors, to_hf
-from vha_paddle.tensor_file import DTYPE_NAMES, TensorFile
+from vha_paddle.tensor_file import DTYPE_NAMES
 
 _FLOATING = ("F64", "F32", "F16", "BF16")
 
@@ -44,7 +45,7 @@ class Source:
 
     checkpoint: Checkpoint
     shape: DecoderShape
-    tensors: TensorFile
+    tensors: LogicalTensors
     tokenizer: TokenizerExport
 
 
@@ -151,19 +152,19 @@ def describe_report(report: dict[str, Any], out: Path) -> str:
 
 
 class _State(Mapping[str, np.ndarray]):
-    """The tensors of a file, each read when it is asked for."""
+    """The tensors of a checkpoint, each read when it is asked for."""
 
-    def __init__(self, file: TensorFile) -> None:
-        self._file = file
+    def __init__(self, tensors: LogicalTensors) -> None:
+        self._tensors = tensors
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self._file.array(name)
+        return self._tensors.array(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._file)
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self._file.entries)
+        return len(self._tensors.entries)
 
 
 def _hf_tensors(source: Source, dtype: ExportDtype) -> Iterator[tuple[str, np.ndarray]]:
@@ -207,7 +208,7 @@ def _report(
             "samples": state.samples,
             "seed": state.seed,
             "vha_paddle": state.version,
-            "model_sha256": layout.sha256_of(source.checkpoint.path / layout.MODEL_FILE),
+            "manifest_sha256": layout.sha256_of(source.checkpoint.path / layout.MANIFEST_FILE),
             "attention": source.shape.kind,
             "parameters": parameters(recipe.model).total,
         },

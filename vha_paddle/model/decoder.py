@@ -1,36 +1,22 @@
-"""The decoder of the Qwen3 architecture. The tree of layers spells the canonical parameter names."""
+"""The decoder of the Qwen3 architecture, in one piece. The tree of layers spells the canonical parameter names."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import paddle
 from paddle import nn
 
-from vha_paddle.attention import REGISTRY
-from vha_paddle.attention.base import RotaryTables
-from vha_paddle.config import Model
-from vha_paddle.model.mlp import MLP
+from vha_paddle.config import Memory, Model
+from vha_paddle.model.block import BatchContext, Block
+from vha_paddle.model.microbatch import Microbatch
 from vha_paddle.parallel.init import Normal
 from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.parallel.placement import info_of
-from vha_paddle.parallel.scope import RMSNorm, Scope
-
-
-class Block(nn.Layer):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, config: Model, scope: Scope) -> None:
-        super().__init__()
-        width, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(scope.child("input_layernorm"), width, eps)
-        self.self_attn = REGISTRY[config.attention.kind](
-            width, config.attention, eps, config.initializer_range, scope.child("self_attn")
-        )
-        self.post_attention_layernorm = RMSNorm(scope.child("post_attention_layernorm"), width, eps)
-        self.mlp = MLP(width, config.intermediate_size, config.initializer_range, scope.child("mlp"))
-
-    def forward(self, x_BSD: paddle.Tensor, rope: RotaryTables) -> paddle.Tensor:
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rope)
-        return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
+from vha_paddle.parallel.scope import RMSNorm, Scope, building
+from vha_paddle.parallel.sharding import Sharding
 
 
 class Decoder(nn.Layer):
@@ -41,21 +27,24 @@ class Decoder(nn.Layer):
         init = Normal(config.initializer_range)
         inner = scope.child("model")
         self.mesh, self.vocab_size = scope.mesh, config.vocab_size
-        self.rope = RotaryTables(config.attention.head_dim, config.rope_theta, scope.dtype)
+        self.context = BatchContext(config, scope)
         self.embed_tokens = inner.child("embed_tokens").vocab_embedding(config.vocab_size, config.hidden_size, init)
         self.layers = nn.LayerList(
-            [Block(config, inner.child("layers").child(index)) for index in range(config.num_hidden_layers)]
+            Block(config, inner.child("layers").child(index), self.context) for index in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(inner.child("norm"), config.hidden_size, config.rms_norm_eps)
         self.lm_head: nn.Layer | None = None
         if not config.tie_word_embeddings:
             self.lm_head = scope.child("lm_head").column_linear(config.hidden_size, config.vocab_size, init)
+        # a tied table is used at both ends, so it is no unit
+        ends = [self.embed_tokens, self.lm_head] if self.lm_head is not None else []
+        self.sharding = Sharding(self, [*self.layers, *ends], scope.mesh)
 
     def forward(self, tokens_BS: paddle.Tensor) -> paddle.Tensor:
         """Logits `[B, S, V]`; under tensor parallelism V is this rank's share of the vocabulary."""
         x_BSD = self.embed_tokens(tokens_BS)
         for block in self.layers:
-            x_BSD = block(x_BSD, self.rope)
+            x_BSD = block(x_BSD)
         return self.head(x_BSD)
 
     def head(self, x_BSD: paddle.Tensor) -> paddle.Tensor:
@@ -69,16 +58,41 @@ class Decoder(nn.Layer):
         """Cross-entropy of each label, `[B, S]`, in nats."""
         return self.mesh.cross_entropy(self(tokens_BS), labels_BS)
 
+    def forward_backward(self, microbatches: Sequence[Microbatch], scale: float) -> float:
+        """Add the gradients of `scale` times the summed cross-entropy; returns that sum, unscaled.
+
+        Under context parallelism it covers the positions that this rank holds.
+        """
+        total = 0.0
+        for microbatch in microbatches:
+            self.context.samples_B = microbatch.samples_B
+            loss = self.loss(microbatch.tokens_BS, microbatch.labels_BS).sum()
+            (loss * scale).backward()
+            total += float(loss.numpy())
+        self.sharding.finish_backward()
+        return total
+
+    def sequence_losses(self, microbatches: Sequence[Microbatch]) -> np.ndarray[Any, Any]:
+        """Summed cross-entropy of each sequence, in order, without gradients and without dropout."""
+        was_training = self.training
+        self.eval()
+        with paddle.no_grad():
+            losses = [
+                self.loss(microbatch.tokens_BS, microbatch.labels_BS).sum(axis=1).astype("float64").numpy()
+                for microbatch in microbatches
+            ]
+        if was_training:
+            self.train()
+        return np.concatenate(losses)
+
     def named_tensors(self) -> dict[str, paddle.Tensor]:
         """This rank's parameters by canonical name, in the order of the layers."""
         return {info_of(parameter).name: parameter for parameter in self.parameters()}
 
 
-def build_decoder(config: Model, mesh: Mesh, seed: int, dtype: str = "float32") -> Decoder:
-    """A decoder initialised from `seed`; the values do not depend on the mesh."""
-    outer = paddle.get_default_dtype()
-    paddle.set_default_dtype(dtype)  # fleet's layers take their dtype from here alone
-    try:
-        return Decoder(config, Scope(mesh, dtype, seed, path=""))
-    finally:
-        paddle.set_default_dtype(outer)
+def build_decoder(
+    config: Model, mesh: Mesh, seed: int, dtype: str = "float32", memory: Memory | None = None
+) -> Decoder:
+    """A decoder in one piece, initialised from `seed`; the values do not depend on the mesh."""
+    with building(mesh, dtype, seed, (memory or Memory()).recompute) as scope:
+        return Decoder(config, scope)

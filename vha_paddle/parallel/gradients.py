@@ -9,7 +9,7 @@ import paddle
 
 from vha_paddle.parallel.collectives import all_reduce_gradients
 from vha_paddle.parallel.mesh import Mesh
-from vha_paddle.parallel.ownership import answered_for
+from vha_paddle.parallel.ownership import answered_for, with_gradient
 from vha_paddle.parallel.placement import info_of
 
 
@@ -21,12 +21,15 @@ def complete_gradients(parameters: Sequence[paddle.Tensor], mesh: Mesh) -> None:
     gradients add up and are not averaged. Called once per optimizer step, after the last backward and before the
     norm: twice would double them.
     """
+    parameters = with_gradient(parameters, mesh)
     if mesh.tensor_degree > 1:
         partial = [parameter.grad for parameter in parameters if info_of(parameter).placement.partial_gradient]
         all_reduce_gradients(partial, mesh.tensor_group)
     for groups, is_expert in ((mesh.gradient_groups, False), (mesh.expert_gradient_groups, True)):
         gradients = [parameter.grad for parameter in parameters if info_of(parameter).is_expert == is_expert]
         for group in groups:
+            if mesh.sharding_stage > 1 and group is mesh.sharding_group and not is_expert:
+                continue  # done in backward
             all_reduce_gradients(gradients, group)
 
 
@@ -39,7 +42,7 @@ def clip_by_global_norm(parameters: Sequence[paddle.Tensor], max_norm: float, me
         squares = _sum_of_squares([parameter.grad for parameter in answered_for(parameters, mesh)])
         norm = math.sqrt(mesh.sum_over_ranks(squares))
         if norm > max_norm:
-            for parameter in parameters:
+            for parameter in with_gradient(parameters, mesh):
                 parameter.grad.scale_(max_norm / norm)
     return norm
 

@@ -46,6 +46,8 @@ class Mesh:
     expert_degree: int = 1
     expert_group: Any = None
     """Ranks, consecutive on the sharding axis, that hold different experts and exchange tokens."""
+    expert_sharding_group: Any = None
+    """The ranks of the sharding axis that hold the same experts; None where there is one."""
     gradient_groups: tuple[Any, ...] = ()
     """Groups over which gradients are summed, one per axis on which ranks see different tokens."""
     expert_gradient_groups: tuple[Any, ...] = ()
@@ -82,6 +84,14 @@ class Mesh:
         pieces = self.pieces(sequence_length // self.context_degree)
         return np.concatenate([np.arange(start, stop) for start, stop in pieces])
 
+    def outer_positions(self, share: int) -> np.ndarray[Any, Any]:
+        """Positions of the `share` tokens that this rank holds outside the tensor region."""
+        if not self.sequence:
+            return np.concatenate([np.arange(start, stop) for start, stop in self.pieces(share)])
+        pieces = self.pieces(share * self.tensor_degree)
+        inner = np.concatenate([np.arange(start, stop) for start, stop in pieces])
+        return inner[self.tensor_rank * share : (self.tensor_rank + 1) * share]
+
     def gather_context(self, x_BSKH: paddle.Tensor) -> paddle.Tensor:
         """Every context rank's positions, in the order of the sequence; gradients are summed and cut back."""
         return x_BSKH if self.context_degree == 1 else collectives.gather_context(x_BSKH, self.context_group)
@@ -113,6 +123,8 @@ class Mesh:
         """Cross-entropy of each token, `[B, S]`; the vocabulary of the logits is split over the tensor ranks."""
         if self.tensor_degree == 1:
             return cross_entropy(logits_BSV, labels_BS)
+        if logits_BSV.dtype in (paddle.bfloat16, paddle.float16):
+            logits_BSV = logits_BSV.astype("float32")  # as the loss in one process does
         return collectives.vocab_parallel_cross_entropy(logits_BSV, labels_BS, self.tensor_group)
 
     def sum_over_batch(self, value: float) -> float:

@@ -14,29 +14,50 @@ import paddle
 
 from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.parallel.placement import info_of
+from vha_paddle.plan import stages
 
 
 def assign_owners(parameters: Sequence[paddle.Tensor], degree: int) -> dict[str, int]:
     """Which of `degree` ranks owns each parameter, by canonical name."""
-    load = [0] * degree
+    ranks = stages.assign_owners([parameter.size for parameter in parameters], degree)
+    return {info_of(parameter).name: rank for parameter, rank in zip(parameters, ranks, strict=True)}
+
+
+def owners_of(parameters: Sequence[paddle.Tensor], mesh: Mesh) -> dict[str, int]:
+    """Where on the sharding axis the owner of each parameter stands, by canonical name. `parameters` are all."""
     owners = {}
-    for parameter in sorted(parameters, key=lambda parameter: -parameter.size):  # a stable sort: ties keep their order
-        rank = load.index(min(load))
-        owners[info_of(parameter).name] = rank
-        load[rank] += parameter.size
+    for is_expert in (False, True):
+        # ranks with other experts divide nothing among them: only those with the same experts do
+        apart = mesh.expert_degree if is_expert else 1
+        group = [parameter for parameter in parameters if info_of(parameter).is_expert == is_expert]
+        for name, index in assign_owners(group, mesh.sharding_degree // apart).items():
+            owners[name] = index * apart + mesh.sharding_rank % apart
     return owners
 
 
 def owned(parameters: Sequence[paddle.Tensor], mesh: Mesh) -> list[paddle.Tensor]:
     """The parameters that this rank updates; all of them without sharding."""
-    mine = []
-    for is_expert in (False, True):
-        # ranks with other experts divide nothing among them: only those with the same experts do
-        apart = mesh.expert_degree if is_expert else 1
-        group = [parameter for parameter in parameters if info_of(parameter).is_expert == is_expert]
-        owners = assign_owners(group, mesh.sharding_degree // apart)
-        mine += [parameter for parameter in group if owners[info_of(parameter).name] == mesh.sharding_rank // apart]
-    return mine
+    owners = owners_of(parameters, mesh)
+    return [parameter for parameter in parameters if owners[info_of(parameter).name] == mesh.sharding_rank]
+
+
+def with_gradient(parameters: Sequence[paddle.Tensor], mesh: Mesh) -> list[paddle.Tensor]:
+    """The parameters whose gradients this rank has after backward: from stage 2 on, of its own and of experts."""
+    return list(parameters) if mesh.sharding_stage == 1 else _own_and_experts(parameters, mesh)
+
+
+def with_weight(parameters: Sequence[paddle.Tensor], mesh: Mesh) -> list[paddle.Tensor]:
+    """The parameters whose values this rank keeps between steps: at stage 3 its own and those of experts."""
+    return list(parameters) if mesh.sharding_stage < 3 else _own_and_experts(parameters, mesh)
+
+
+def _own_and_experts(parameters: Sequence[paddle.Tensor], mesh: Mesh) -> list[paddle.Tensor]:
+    owners = owners_of(parameters, mesh)
+    return [
+        parameter
+        for parameter in parameters
+        if info_of(parameter).is_expert or owners[info_of(parameter).name] == mesh.sharding_rank
+    ]
 
 
 def answered_for(parameters: Sequence[paddle.Tensor], mesh: Mesh) -> list[paddle.Tensor]:

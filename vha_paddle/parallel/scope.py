@@ -6,8 +6,10 @@ plain layers, above it they are fleet's; names and logical shapes are the same. 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import paddle
@@ -54,6 +56,8 @@ class Scope:
     dtype: str
     seed: int
     path: str
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What is computed again in backward rather than kept (`memory.recompute`)."""
 
     @classmethod
     def standalone(cls, prefix: str) -> Scope:
@@ -110,8 +114,13 @@ class Scope:
         placement = Placement.replicated((in_features, out_features), partial_gradient=True)
         return Linear(self, placement, initializer)
 
-    def vocab_embedding(self, vocab_size: int, hidden_size: int, initializer: Initializer) -> nn.Layer:
-        """Embedding whose rows are split over the tensor ranks; the result is outside the tensor region."""
+    def vocab_embedding(
+        self, vocab_size: int, hidden_size: int, initializer: Initializer, is_tied_copy: bool = False
+    ) -> nn.Layer:
+        """Embedding whose rows are split over the tensor ranks; the result is outside the tensor region.
+
+        `is_tied_copy` marks the one that the last pipeline stage holds as its output projection.
+        """
         placement = Placement.split((vocab_size, hidden_size), axis=0)
         if self.mesh.tensor_degree == 1:
             layer: nn.Layer = nn.Embedding(vocab_size, hidden_size, weight_attr=_zeros())
@@ -120,19 +129,35 @@ class Scope:
 
             layer = VocabEmbedding(vocab_size, hidden_size, _zeros(), self.mesh)
         self._adopt(layer.weight, "weight", placement, initializer, "matrix")
+        layer.weight.info = replace(layer.weight.info, is_tied_copy=is_tied_copy)
         return layer
 
     def _adopt(self, parameter: Any, name: str, placement: Placement, initializer: Initializer, decay: Decay) -> None:
         """Give a parameter its record and its initial value, the same values at every degree."""
         full_name = f"{self.path}.{name}"
+        parameter.name = full_name  # optimizers key their state by it
+        parameter.info = ParameterInfo(full_name, placement, decay)
+        # fleet's pipeline gives all tensor ranks the first one's values of what is not marked
+        parameter.is_distributed = placement.axis is not None
+        if not parameter._is_initialized():
+            return  # under paddle.LazyGuard: a model of any size, for its shapes
         logical = initializer.draw(generator_for(self.seed, full_name), placement.shape)
         local = placement.slice_of(logical, self.mesh.tensor_rank, self.mesh.tensor_degree)
         value = paddle.to_tensor(np.ascontiguousarray(local))
         parameter.set_value(value.astype(parameter.dtype))
-        parameter.name = full_name  # optimizers key their state by it
-        parameter.info = ParameterInfo(full_name, placement, decay)
 
 
 def _zeros() -> paddle.ParamAttr:
     """Cheap first values, replaced at once by `_adopt`."""
     return paddle.ParamAttr(initializer=nn.initializer.Constant(0.0))
+
+
+@contextlib.contextmanager
+def building(mesh: Mesh, dtype: str, seed: int, recompute: Literal["none", "selective", "full"]) -> Iterator[Scope]:
+    """The scope at the root of a model, with Paddle's default dtype set: fleet's layers take theirs from it alone."""
+    outer = paddle.get_default_dtype()
+    paddle.set_default_dtype(dtype)
+    try:
+        yield Scope(mesh, dtype, seed, path="", recompute=recompute)
+    finally:
+        paddle.set_default_dtype(outer)

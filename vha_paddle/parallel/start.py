@@ -13,9 +13,6 @@ from vha_paddle.errors import UserError
 from vha_paddle.parallel import gloo
 from vha_paddle.parallel.mesh import Mesh
 
-# fleet's default order has no place for experts: it ignores ep_degree without a word. Experts lie along sharding.
-_EXPERT_ORDER = ["moe_sharding", "sharding", "pp", "sep", "cp", "dp", "ep", "mp"]
-
 
 def launched_ranks() -> int:
     """How many processes the launcher started (1 without a launcher)."""
@@ -32,8 +29,8 @@ def start_mesh(parallel: Parallel, num_ranks: int) -> Mesh:
     if launched != num_ranks:
         raise UserError(
             f"parallel: the degrees multiply to {num_ranks} ranks but {launched} "
-            f"{'process was' if launched == 1 else 'processes were'} started; launch with "
-            f"`python -m paddle.distributed.launch --nproc_per_node {num_ranks} …` or change parallel.*"
+            f"{'process was' if launched == 1 else 'processes were'} started; start {num_ranks} with "
+            "`python -m paddle.distributed.launch` (--nnodes times --nproc_per_node) or change parallel.*"
         )
     if num_ranks == 1:
         return Mesh()
@@ -55,10 +52,10 @@ def _start_fleet(parallel: Parallel) -> Any:
         "sharding_degree": parallel.sharding,
         "sep_degree": parallel.context,
     }
-    if parallel.expert > 1:
-        strategy.hybrid_parallel_order = _EXPERT_ORDER
-        degrees |= {"ep_degree": parallel.expert, "moe_sharding_degree": parallel.sharding // parallel.expert}
-    strategy.hybrid_configs = degrees | {"mp_configs": {"need_broadcast_data": False}}
+    strategy.hybrid_configs = degrees | {
+        "mp_configs": {"need_broadcast_data": False},
+        "pp_configs": {"delay_scale_loss": True},  # the loss is scaled by us; fleet would divide it by microbatches
+    }
     fleet.init(is_collective=True, strategy=strategy, log_level="WARNING")
     # fleet's layers insist on this generator at construction; our values are drawn elsewhere (init.py)
     fleet.meta_parallel.model_parallel_random_seed(0)
@@ -74,9 +71,7 @@ def _mesh(parallel: Parallel, groups: Any) -> Mesh:
     context = group(parallel.context, "sep")
     sharding = group(parallel.sharding, "sharding")
     data = group(parallel.data, "data")
-    expert_sharding = sharding
-    if parallel.expert > 1:
-        expert_sharding = group(parallel.sharding // parallel.expert, "moe_sharding")
+    expert, expert_sharding = _expert_groups(groups, parallel) if parallel.expert > 1 else (None, sharding)
     return Mesh(
         rank=dist.get_rank(),
         num_ranks=dist.get_world_size(),
@@ -99,7 +94,25 @@ def _mesh(parallel: Parallel, groups: Any) -> Mesh:
         sharding_stage=parallel.sharding_stage,
         expert_rank=sharding_rank % parallel.expert,
         expert_degree=parallel.expert,
-        expert_group=group(parallel.expert, "expert"),
+        expert_group=expert,
+        expert_sharding_group=expert_sharding,
         gradient_groups=tuple(axis for axis in (data, sharding, context) if axis is not None),
         expert_gradient_groups=tuple(axis for axis in (data, expert_sharding, context) if axis is not None),
     )
+
+
+def _expert_groups(groups: Any, parallel: Parallel) -> tuple[Any, Any]:
+    """This rank's group of different experts, and that of ranks with the same ones (None where it is alone).
+
+    Neighbours on the sharding axis hold different experts. fleet's own groups do not serve: with its default order of
+    axes it drops `ep_degree` without a word, and with the order that keeps it experts span the tensor ranks.
+    """
+    found = []
+    for ranks in groups.topology().get_comm_list("sharding"):
+        different = [ranks[first : first + parallel.expert] for first in range(0, len(ranks), parallel.expert)]
+        same = [list(column) for column in zip(*different, strict=True)]
+        for members in (*different, *(column for column in same if len(column) > 1)):
+            group = dist.new_group(members)  # every rank creates every group, in this order
+            if dist.get_rank() in members:
+                found.append(group)
+    return found[0], found[1] if len(found) > 1 else None

@@ -116,6 +116,51 @@ class Console:
         self._bar.close()
 
 
+class RunLog:
+    """All places where a run's numbers go.
+
+    Args:
+        output: the run's directory.
+        first_step: steps done before this start.
+        peak_tokens_per_second: what the measured GEMM rate of all ranks would allow; MFU is relative to it.
+        unigram_entropy: of the validation data (nats per token), shown beside the validation loss.
+    """
+
+    def __init__(
+        self, recipe: Recipe, output: Path, first_step: int, peak_tokens_per_second: float, unigram_entropy: float
+    ) -> None:
+        self.recipe, self.first_step, self.peak = recipe, first_step, peak_tokens_per_second
+        self.unigram_entropy = unigram_entropy
+        self._metrics = MetricsLog(output, first_step)
+        self._console = Console(recipe, first_step)
+        self._wandb = Wandb(recipe, output)
+        self._started = time.perf_counter()
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Record one optimizer step."""
+        self._metrics.write(record)
+        self._wandb.log(record)
+        self._console.advance()
+        step, num_steps = record["step"], self.recipe.num_steps
+        if step % self.recipe.logging.interval and step != num_steps:
+            return
+        seconds_left = (time.perf_counter() - self._started) / (step - self.first_step) * (num_steps - step)
+        self._console.step_line(record, record["tokens_per_second"] / self.peak, seconds_left)
+        if "val_loss" in record:
+            self.line(
+                f"validation loss {record['val_loss']:.4f} nats/token (unigram entropy {self.unigram_entropy:.4f})"
+            )
+
+    def line(self, text: str) -> None:
+        """Say something on the console."""
+        self._console.line(text)
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._console.close()
+        self._wandb.close()
+
+
 def measured_gemm_rate(dtype: str, size: int = 1024, seconds: float = 0.3) -> float:
     """FLOP/s of a GEMM on this process's device and threads: the ceiling that MFU is measured against."""
     left, right = paddle.rand([size, size]).astype(dtype), paddle.rand([size, size]).astype(dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import paddle
@@ -11,7 +11,7 @@ from vha_paddle.config import Recipe
 from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.parallel.ownership import owned
 from vha_paddle.parallel.placement import info_of
-from vha_paddle.parallel.sharding import broadcast_from_owners
+from vha_paddle.parallel.sharding import WeightBroadcast
 
 
 class Optimizer:
@@ -22,7 +22,10 @@ class Optimizer:
     """
 
     def __init__(self, parameters: Sequence[paddle.Tensor], recipe: Recipe, mesh: Mesh) -> None:
-        self.parameters, self.mesh = list(parameters), mesh
+        self.parameters = list(parameters)
+        self.before_update: Callable[[], None] = lambda: None
+        """Called when the weights and the state are about to change."""
+        self._broadcast = WeightBroadcast(self.parameters, mesh)
         mine = owned(self.parameters, mesh)
         self.weight_decay = recipe.optim.weight_decay
         target = recipe.optim.decay_target
@@ -33,38 +36,47 @@ class Optimizer:
             to_zero.add("premix")
         decaying = {info_of(p).name for p in mine if info_of(p).decay in to_zero}
         self._to_identity = [p for p in mine if info_of(p).decay == "premix" and target == "identity"]
-        self._adamw = paddle.optimizer.AdamW(
-            learning_rate=recipe.optim.lr,
-            beta1=recipe.optim.beta1,
-            beta2=recipe.optim.beta2,
-            epsilon=recipe.optim.eps,
-            parameters=mine,
-            weight_decay=self.weight_decay,
-            apply_decay_param_fun=decaying.__contains__,
-            multi_precision=recipe.precision.compute != "float32",
-        )
-        # made now and not at the first step, so that a checkpoint can be read into them
-        block = paddle.base.framework.default_main_program().global_block()
-        self._adamw._create_accumulators(block, mine)
+        self._adamw: paddle.optimizer.AdamW | None = None
+        if mine:  # more ranks than parameters leave some without; AdamW refuses an empty list
+            self._adamw = paddle.optimizer.AdamW(
+                learning_rate=recipe.optim.lr,
+                beta1=recipe.optim.beta1,
+                beta2=recipe.optim.beta2,
+                epsilon=recipe.optim.eps,
+                parameters=mine,
+                weight_decay=self.weight_decay,
+                apply_decay_param_fun=decaying.__contains__,
+                multi_precision=recipe.precision.compute != "float32",
+            )
+            # made now and not at the first step, so that a checkpoint can be read into them
+            block = paddle.base.framework.default_main_program().global_block()
+            self._adamw._create_accumulators(block, mine)
 
     def step(self, learning_rate: float) -> None:
         """One update from the gradients at hand, which are then cleared."""
-        self._adamw.set_lr(learning_rate)
-        with paddle.no_grad():
-            for parameter in self._to_identity:
-                weight = self._adamw._master_weights.get(parameter.name, parameter)
-                identity = paddle.eye(weight.shape[-1], dtype=weight.dtype)
-                weight.subtract_((weight - identity) * (learning_rate * self.weight_decay))
-        self._adamw.step()
-        broadcast_from_owners(self.parameters, self.mesh)
+        self.before_update()
+        if self._adamw is not None:
+            self._adamw.set_lr(learning_rate)
+            self._decay_to_identity(self._adamw._master_weights, learning_rate)
+            self._adamw.step()
+        self._broadcast()
         for parameter in self.parameters:
-            parameter.clear_gradient(set_to_zero=False)
+            parameter.grad = None
+
+    @paddle.no_grad()
+    def _decay_to_identity(self, masters: Mapping[str, paddle.Tensor], learning_rate: float) -> None:
+        for parameter in self._to_identity:
+            weight = masters.get(parameter.name, parameter)
+            identity = paddle.eye(weight.shape[-1], dtype=weight.dtype)
+            weight.subtract_((weight - identity) * (learning_rate * self.weight_decay))
 
     def slots(self) -> dict[str, dict[str, paddle.Tensor]]:
         """State of each parameter that this rank owns, by slot name.
 
         `moment1`, `moment2`, and `master` where weights are not float32.
         """
+        if self._adamw is None:
+            return {}
         accumulators: dict[str, dict[str, paddle.Tensor]] = self._adamw._accumulators
         slots = {name: accumulators[name] for name in ("moment1", "moment2")}
         if self._adamw._master_weights:
@@ -73,5 +85,7 @@ class Optimizer:
 
     def powers(self) -> dict[str, dict[str, Any]]:
         """beta1^t and beta2^t, which AdamW keeps for each parameter and which are equal for all."""
+        if self._adamw is None:
+            return {}
         accumulators: dict[str, dict[str, Any]] = self._adamw._accumulators
         return {name: accumulators[f"{name}_pow_acc"] for name in ("beta1", "beta2")}

@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import paddle
 
 from vha_paddle.errors import RunError
 from vha_paddle.model.decoder import Decoder
+from vha_paddle.model.microbatch import microbatches_of
+from vha_paddle.model.pipelined import PipelinedDecoder
 from vha_paddle.parallel.gradients import clip_by_global_norm, complete_gradients
 from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.train.optimizer import Optimizer
@@ -24,41 +25,39 @@ class StepResult:
 
 
 def accumulate_gradients(
-    model: Decoder, tokens_BS: np.ndarray, labels_BS: np.ndarray, micro_batch_size: int, mesh: Mesh
+    model: Decoder | PipelinedDecoder,
+    tokens_BS: np.ndarray,
+    labels_BS: np.ndarray,
+    first_sample: int,
+    micro_batch_size: int,
+    mesh: Mesh,
 ) -> float:
     """Add the gradients of this rank's share of the global batch to the parameters.
 
     The loss is the mean over the global batch, so every rank divides by all its tokens; returns that mean.
     """
-    share = tokens_BS.shape[0] // mesh.data_degree
-    first = mesh.data_rank * share
-    total = 0.0
-    for start in range(first, first + share, micro_batch_size):
-        rows = slice(start, start + micro_batch_size)
-        loss_BS = model.loss(paddle.to_tensor(tokens_BS[rows]), paddle.to_tensor(labels_BS[rows]))
-        loss = loss_BS.sum() / float(tokens_BS.size)
-        loss.backward()
-        total += float(loss.numpy())
-    return mesh.sum_over_batch(total)
+    batches = microbatches_of(tokens_BS, labels_BS, first_sample, micro_batch_size, mesh)
+    return mesh.sum_over_batch(model.forward_backward(batches, 1.0 / tokens_BS.size) / tokens_BS.size)
 
 
 def train_step(
-    model: Decoder,
+    model: Decoder | PipelinedDecoder,
     optimizer: Optimizer,
     tokens_BS: np.ndarray,
     labels_BS: np.ndarray,
+    first_sample: int,
     micro_batch_size: int,
     learning_rate: float,
     max_grad_norm: float,
     mesh: Mesh,
 ) -> StepResult:
-    """Train on one global batch.
+    """Train on one global batch, the first sequence of which is number `first_sample` of the run.
 
     Raises:
         RunError: the loss or the gradient is not finite; the weights are left as they were. Every rank sees the
             same norm, so all stop together.
     """
-    loss = accumulate_gradients(model, tokens_BS, labels_BS, micro_batch_size, mesh)
+    loss = accumulate_gradients(model, tokens_BS, labels_BS, first_sample, micro_batch_size, mesh)
     complete_gradients(optimizer.parameters, mesh)
     norm = clip_by_global_norm(optimizer.parameters, max_grad_norm, mesh)
     if not (math.isfinite(loss) and math.isfinite(norm)):

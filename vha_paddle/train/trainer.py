@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,10 @@ from vha_paddle.checkpoint.layout import (
     RunState,
     checkpoints_directory,
     list_steps,
-    open_checkpoint,
     step_directory,
 )
-from vha_paddle.checkpoint.load import load_optimizer, load_parameters
-from vha_paddle.checkpoint.save import remove_old_checkpoints, save_checkpoint
+from vha_paddle.checkpoint.load import load_optimizer, load_parameters, open_together
+from vha_paddle.checkpoint.save import CheckpointSaver
 from vha_paddle.config import Recipe
 from vha_paddle.counts import FlopRule, training_flops
 from vha_paddle.data.indexed import IndexedTokens
@@ -26,9 +26,10 @@ from vha_paddle.data.loader import TokenBatches, ValidationWindows, unigram_entr
 from vha_paddle.data.tokenizer import Tokenizer
 from vha_paddle.errors import RunError, UserError
 from vha_paddle.evaluate import validation_loss
-from vha_paddle.model.decoder import build_decoder
+from vha_paddle.model.pipelined import build_model
+from vha_paddle.parallel.agreement import check_agreement
 from vha_paddle.parallel.mesh import Mesh
-from vha_paddle.train.metrics import Console, MetricsLog, Wandb, measured_gemm_rate, write_resolved_recipe
+from vha_paddle.train.metrics import RunLog, measured_gemm_rate, write_resolved_recipe
 from vha_paddle.train.optimizer import Optimizer
 from vha_paddle.train.schedule import learning_rate
 from vha_paddle.train.step import train_step
@@ -58,6 +59,7 @@ class RunData:
         self.batches = TokenBatches(train, recipe.data.sequence_length, recipe.data.global_batch_size, recipe.run.seed)
         self.train_tokens = train.num_tokens
         self.validation: ValidationWindows | None = None
+        self.unigram_entropy = math.nan
         if recipe.data.validation is not None:
             held_out = opened(recipe.data.validation)
             self.validation = ValidationWindows(held_out, recipe.data.sequence_length)
@@ -76,8 +78,10 @@ class Trainer:
         self.recipe, self.data, self.mesh = recipe, data, mesh
         self.output = Path(recipe.run.output)
         check_precision(recipe)
-        self.model = build_decoder(recipe.model, mesh, recipe.run.seed, recipe.precision.compute)
+        self.model = build_model(recipe, mesh, recipe.precision.compute)
         self.optimizer = Optimizer(self.model.parameters(), recipe, mesh)
+        self._saver = CheckpointSaver(self.output, recipe, Path(recipe.data.tokenizer), mesh)
+        self.optimizer.before_update = self._saver.wait_for_copy
         self.step = 0
         self._resume()
 
@@ -87,39 +91,18 @@ class Trainer:
         Raises:
             RunError: loss or gradient is not finite, or a checkpoint could not be written.
         """
-        recipe, mesh = self.recipe, self.mesh
-        ceiling = measured_gemm_rate(recipe.precision.compute) * mesh.num_ranks
-        # causal: MFU counts only the scores that the mask keeps
-        rule = FlopRule(sequence_length=recipe.data.sequence_length, causal=True)
-        flops_per_token = training_flops(recipe.model, rule)
-        log = console = wandb = None
-        if mesh.is_main:
-            write_resolved_recipe(recipe, self.output)
-            log, console = MetricsLog(self.output, self.step), Console(recipe, self.step)
-            wandb = Wandb(recipe, self.output)
-            console.line(self._opening_line())
-        started, first_step = time.perf_counter(), self.step
-        while self.step < recipe.num_steps:
-            record = self._train_one()
-            if mesh.is_main:
-                assert log is not None and console is not None and wandb is not None
-                log.write(record)
-                wandb.log(record)
-                console.advance()
-                if self.step % recipe.logging.interval == 0 or self.step == recipe.num_steps:
-                    mfu = record["tokens_per_second"] * flops_per_token / ceiling
-                    per_step = (time.perf_counter() - started) / (self.step - first_step)
-                    console.step_line(record, mfu, per_step * (recipe.num_steps - self.step))
-                    if "val_loss" in record:
-                        console.line(
-                            f"validation loss {record['val_loss']:.4f} nats/token "
-                            f"(unigram entropy {self.data.unigram_entropy:.4f})"
-                        )
-            self._save_when_due()
-        if log is not None and console is not None and wandb is not None:
-            log.close()
-            console.close()
-            wandb.close()
+        log = self._open_log() if self.mesh.is_main else None
+        try:
+            while self.step < self.recipe.num_steps:
+                record = self._train_one()
+                if log is not None:
+                    log.step(record)
+                self._save_when_due()
+            self._saver.wait()
+        finally:
+            self._saver.close()
+            if log is not None:
+                log.close()
 
     def evaluate(self) -> float | None:
         """Mean validation loss (nats per token), or None without validation data. Every rank takes part."""
@@ -127,11 +110,14 @@ class Trainer:
         if windows is None:
             return None
         return validation_loss(
-            self.model, windows, self.recipe.logging.eval_sequences, self.recipe.data.micro_batch_size
+            self.model, windows, self.recipe.logging.eval_sequences, self.recipe.data.micro_batch_size, self.mesh
         )
 
     def save(self) -> Path:
-        """Write the checkpoint of the current step; every rank takes part."""
+        """Save the checkpoint of the current step; every rank takes part.
+
+        Under `checkpoint.asynchronous` it is complete when the next save starts or `fit` returns.
+        """
         recipe = self.recipe
         state = RunState(
             step=self.step,
@@ -141,10 +127,7 @@ class Trainer:
             data_fingerprint=self.data.batches.fingerprint,
             version=vha_paddle.__version__,
         )
-        path = save_checkpoint(self.output, state, self.optimizer, recipe, Path(recipe.data.tokenizer), self.mesh)
-        if self.mesh.is_main:
-            remove_old_checkpoints(self.output, recipe.checkpoint.keep)
-        return path
+        return self._saver.save(state, self.optimizer)
 
     def _train_one(self) -> dict[str, Any]:
         """One optimizer step; returns its record for the log."""
@@ -153,14 +136,13 @@ class Trainer:
         tokens_BS, labels_BS = self.data.batches.batch(self.step)
         tokens = (self.step + 1) * recipe.tokens_per_step
         rate = learning_rate(recipe.schedule, recipe.optim.lr, tokens)
-        # random draws of a step depend on the seed and the step alone, so a resumed run repeats them
-        paddle.seed((recipe.run.seed * 1_000_003 + self.step) % 2**31)
         try:
             result = train_step(
                 self.model,
                 self.optimizer,
                 tokens_BS,
                 labels_BS,
+                self.step * recipe.data.global_batch_size,
                 recipe.data.micro_batch_size,
                 rate,
                 recipe.optim.max_grad_norm,
@@ -169,6 +151,9 @@ class Trainer:
         except RunError as error:
             raise RunError(f"step {self.step + 1}: {error}") from None
         self.step += 1
+        interval = recipe.debug.check_ranks_interval
+        if interval is not None and self.step % interval == 0:
+            check_agreement(self.model.parameters(), self.mesh)
         record = {
             "step": self.step,
             "tokens": tokens,
@@ -190,7 +175,7 @@ class Trainer:
             self.save()
 
     def _resume(self) -> None:
-        steps = list_steps(self.output)
+        steps = self.mesh.objects(list_steps(self.output))[0]  # the main rank's: a shared disk may show others later
         if not steps:
             return
         if self.recipe.checkpoint.resume == "never":
@@ -198,7 +183,7 @@ class Trainer:
                 f"checkpoint.resume=never: {checkpoints_directory(self.output)} already holds checkpoints; "
                 "use auto to continue them or another run.output"
             )
-        checkpoint = open_checkpoint(step_directory(self.output, steps[-1]))
+        checkpoint = open_together(step_directory(self.output, steps[-1]), self.mesh)
         if checkpoint.recipe.model != self.recipe.model:
             raise UserError(
                 f"{checkpoint.path / RECIPE_FILE}: the checkpoint was trained with another model section; "
@@ -217,6 +202,17 @@ class Trainer:
         load_parameters(self.model.named_tensors(), checkpoint.model_tensors(), self.mesh)
         load_optimizer(self.optimizer, checkpoint, self.mesh)
         self.step = checkpoint.state.step
+
+    def _open_log(self) -> RunLog:
+        recipe = self.recipe
+        write_resolved_recipe(recipe, self.output)
+        # causal: MFU counts only the scores that the mask keeps
+        rule = FlopRule(sequence_length=recipe.data.sequence_length, causal=True)
+        ceiling = measured_gemm_rate(recipe.precision.compute) * self.mesh.num_ranks
+        peak = ceiling / training_flops(recipe.model, rule)
+        log = RunLog(recipe, self.output, self.step, peak, self.data.unigram_entropy)
+        log.line(self._opening_line())
+        return log
 
     def _opening_line(self) -> str:
         recipe = self.recipe

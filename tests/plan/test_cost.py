@@ -1,0 +1,99 @@
+"""Predicted times: the arithmetic of the stated utilisation, the bubble and what is recomputed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.plan.recipes import GROUPED, VHA, small_recipe
+from vha_paddle.counts import FlopRule, forward_flops_by_part, training_flops
+from vha_paddle.errors import UserError
+from vha_paddle.plan.communication import transfers
+from vha_paddle.plan.cost import crosses_nodes, make_plan, recomputed_flops
+from vha_paddle.plan.gpus import GPUS, gpu_named
+
+H800 = GPUS["h800"]
+CAUSAL = FlopRule(sequence_length=8, causal=True)
+
+
+def test_a_step_takes_its_flops_over_the_share_of_the_peak_that_is_reached() -> None:
+    recipe = small_recipe(VHA, {"data": 4})
+    plan = make_plan(recipe, H800, 0.25)
+    flops = 64 * training_flops(recipe.model, CAUSAL)
+    assert plan.step_seconds == pytest.approx(flops / (4 * 989e12 * 0.25))
+    assert plan.overall_mfu == 0.25
+    assert plan.days == pytest.approx(100 * plan.step_seconds / 86400)
+    assert plan.gpu_hours == pytest.approx(4 * 24 * plan.days)
+    assert plan.tokens_per_second_per_gpu == pytest.approx(64 / 4 / plan.step_seconds)
+
+
+def test_waiting_stages_and_recomputed_flops_lengthen_the_step() -> None:
+    plain = make_plan(small_recipe(VHA, {"data": 2}), H800, 0.4)
+    piped = make_plan(small_recipe(VHA, {"pipeline": 2}, recompute="full"), H800, 0.4)
+    factor = (1 + piped.recomputed) * (8 + 1) / 8
+    assert piped.step_seconds == pytest.approx(plain.step_seconds * factor)
+    assert piped.overall_mfu == pytest.approx(0.4 / factor)
+
+
+@pytest.mark.parametrize(
+    ("attention", "mode", "parts"),
+    [
+        (VHA, "none", ()),
+        (VHA, "selective", ("scores", "premix", "postmix")),
+        (VHA | {"postmix_space": "weight"}, "selective", ("scores", "premix")),
+        (GROUPED, "selective", ("scores",)),
+        (GROUPED, "full", ("q_proj", "k_proj", "v_proj", "o_proj", "scores", "mlp")),
+    ],
+)
+def test_recomputed_flops_are_those_of_the_parts_that_run_again(
+    attention: dict[str, Any], mode: str, parts: tuple[str, ...]
+) -> None:
+    recipe = small_recipe(attention, recompute=mode)
+    flops = forward_flops_by_part(recipe.model, CAUSAL)
+    assert recomputed_flops(recipe) == sum(flops[part] for part in parts)
+
+
+def test_a_group_crosses_nodes_when_it_spans_more_than_8_ranks() -> None:
+    recipe = small_recipe(VHA, {"tensor": 2, "context": 2, "pipeline": 2, "data": 2})
+    assert [crosses_nodes(recipe, axis) for axis in ("tensor", "context", "pipeline", "data")] == [
+        False,
+        False,
+        False,
+        True,
+    ]
+
+
+def test_communication_time_is_ring_bytes_over_the_link_they_cross() -> None:
+    recipe = small_recipe(VHA, {"tensor": 2, "context": 2, "pipeline": 2, "data": 2})
+    plan = make_plan(recipe, H800, 0.4)
+    ring = {"data": 0, "others": 0}
+    for transfer in plan.transfers:
+        ring["data" if transfer.axis == "data" else "others"] += transfer.ring
+    assert ring["data"] > 0 and ring["others"] > 0
+    assert plan.communication_seconds == pytest.approx(ring["data"] / 50e9 + ring["others"] / 200e9)
+
+
+def test_a_plan_shows_the_stage_that_communicates_longest() -> None:
+    recipe = small_recipe(VHA, {"pipeline": 4})
+    plan = make_plan(recipe, H800, 0.4)
+    sent = [sum(transfer.ring for transfer in transfers(recipe, stage)) for stage in range(4)]
+    assert sum(transfer.ring for transfer in plan.transfers) == max(sent) > min(sent)
+
+
+@pytest.mark.parametrize("mfu", [0.0, -0.1, 1.5, float("nan")])
+def test_an_impossible_utilisation_is_refused(mfu: float) -> None:
+    with pytest.raises(UserError, match="--mfu .*: must be above 0 and at most 1"):
+        make_plan(small_recipe(VHA), H800, mfu)
+
+
+def test_an_unknown_gpu_is_refused_with_those_that_are_known() -> None:
+    assert gpu_named("H200").memory == 141 * 10**9
+    with pytest.raises(UserError, match="--gpu v100: no such GPU in the table; use h800, h100, h200, a100"):
+        gpu_named("v100")
+
+
+def test_the_h800_differs_from_the_h100_in_nvlink() -> None:
+    h100 = GPUS["h100"]
+    assert (H800.bf16_flops, H800.memory) == (h100.bf16_flops, h100.memory) == (989e12, 80 * 10**9)
+    assert (2 * H800.nvlink, 2 * h100.nvlink) == (400e9, 900e9)

@@ -1,0 +1,94 @@
+"""Bytes of a rank: what is exact, and how many microbatches a stage keeps."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.plan.recipes import VHA, small_recipe
+from vha_paddle.config import Parallel
+from vha_paddle.errors import UserError
+from vha_paddle.plan import activations
+from vha_paddle.plan.memory import RankMemory, all_ranks, best, rank_memory, worst
+from vha_paddle.plan.schedule import schedule_of
+from vha_paddle.plan.stages import owned_sizes, owned_tensors, stage_tensors
+
+
+@pytest.mark.parametrize(("compute", "width", "state"), [("float32", 4, 8), ("bfloat16", 2, 12)])
+def test_weights_gradients_and_optimizer_follow_from_the_parameters(compute: str, width: int, state: int) -> None:
+    recipe = small_recipe(VHA, {"tensor": 2, "sharding": 2}, compute=compute)
+    size = sum(tensor.size for tensor in stage_tensors(recipe.model, recipe.parallel, 0))
+    for rank, owned in enumerate(owned_sizes(recipe.model, recipe.parallel, 0)):
+        found = rank_memory(recipe, 0, rank)
+        assert (found.parameters, found.owned) == (size, owned)
+        assert (found.weights, found.gradients, found.optimizer) == (width * size, width * size, state * owned)
+
+
+def test_later_sharding_stages_divide_gradients_then_weights() -> None:
+    recipe = small_recipe(VHA, {"sharding": 2})
+
+    def at(stage: int) -> RankMemory:
+        parallel = Parallel.model_validate({"sharding": 2, "sharding_stage": stage})
+        return rank_memory(recipe.model_copy(update={"parallel": parallel}), 0, 1)
+
+    first, second, third = at(1), at(2), at(3)
+    tensors = stage_tensors(recipe.model, recipe.parallel, 0)
+    mine = {tensor.name for tensor in owned_tensors(recipe.model, recipe.parallel, 0, 1)}
+    largest = max(tensor.size for tensor in tensors)
+    assert first.gradients == first.weights == second.weights == 4 * first.parameters
+    assert second.gradients == third.gradients == 4 * (first.owned + largest)
+    others = [tensor for tensor in tensors if tensor.name not in mine]
+    ends = sum(tensor.size for tensor in others if not tensor.unit.startswith("layers"))
+    blocks = [sum(tensor.size for tensor in others if tensor.unit == f"layers.{layer}") for layer in range(4)]
+    assert third.weights == 4 * (first.owned + ends + max(blocks))
+
+
+def test_1f1b_keeps_fewer_microbatches_on_later_stages() -> None:
+    schedule = schedule_of(Parallel(pipeline=4), 8)
+    assert schedule.name == "1F1B"
+    assert [schedule.chunks_kept(stage) for stage in range(4)] == [4, 3, 2, 1]
+    assert [schedule_of(Parallel(pipeline=4), 2).chunks_kept(stage) for stage in range(4)] == [2, 2, 2, 1]
+
+
+def test_interleaving_keeps_more_and_waits_less() -> None:
+    schedule = schedule_of(Parallel(pipeline=4, virtual_pipeline=2), 8)
+    assert schedule.name == "interleaved 1F1B"
+    assert [schedule.chunks_kept(stage) for stage in range(4)] == [11, 9, 7, 5]  # of 16 passes, half a stage each
+    assert schedule.bubble == 3 / 19 < schedule_of(Parallel(pipeline=4), 8).bubble == 3 / 11
+
+
+def test_as_many_microbatches_as_stages_are_all_kept() -> None:
+    schedule = schedule_of(Parallel(pipeline=4, virtual_pipeline=2), 4)
+    assert schedule.name == "forward then backward"
+    assert [schedule.chunks_kept(stage) for stage in range(4)] == [8, 8, 8, 8]
+    assert schedule.losses_kept == 4
+
+
+def test_one_stage_keeps_one_microbatch_and_never_waits() -> None:
+    schedule = schedule_of(Parallel(), 8)
+    assert (schedule.chunks_kept(0), schedule.bubble) == (1, 0)
+
+
+def test_microbatches_that_no_schedule_takes_are_refused() -> None:
+    with pytest.raises(UserError, match="6 microbatches on 4 stages; there must be as many as stages or at least 8"):
+        schedule_of(Parallel(pipeline=4, virtual_pipeline=2), 6)
+
+
+def test_a_stage_keeps_its_layers_and_what_it_hands_on_for_every_microbatch_in_flight() -> None:
+    recipe = small_recipe(VHA, {"pipeline": 4})
+    layer, handed_on = activations.layer_kept(recipe), 8 * 24 * 4
+    found = [rank_memory(recipe, stage, 0) for stage in range(4)]
+    assert [rank.activations for rank in found] == [kept * (layer + handed_on) for kept in (4, 3, 2)] + [layer]
+    assert [rank.loss > 0 for rank in found] == [False, False, False, True]
+
+
+def test_the_total_counts_the_larger_of_loss_and_block() -> None:
+    rank = rank_memory(small_recipe(VHA), 0, 0)
+    assert rank.loss != rank.block
+    fixed = rank.weights + rank.gradients + rank.optimizer + rank.activations
+    assert rank.total == fixed + max(rank.loss, rank.block)
+
+
+def test_worst_and_best_rank_are_found_over_stages_and_shards() -> None:
+    ranks = all_ranks(small_recipe(VHA, {"pipeline": 2, "sharding": 2}))
+    assert {rank.stage for rank in ranks} == {0, 1}
+    assert worst(ranks).total == max(rank.total for rank in ranks) > best(ranks).total

@@ -1,0 +1,58 @@
+"""One block of the decoder, and what all blocks of a model share."""
+
+from __future__ import annotations
+
+import numpy as np
+import paddle
+from paddle import nn
+
+from vha_paddle.attention import REGISTRY
+from vha_paddle.attention.base import RotaryTables
+from vha_paddle.config import Model
+from vha_paddle.model.mlp import MLP
+from vha_paddle.ops.dropout import dropout, dropout_key
+from vha_paddle.parallel.recompute import recomputed
+from vha_paddle.parallel.scope import RMSNorm, Scope
+
+
+class BatchContext:
+    """What the blocks of a model share: the rotary tables, and which sequences are being run."""
+
+    def __init__(self, config: Model, scope: Scope) -> None:
+        self.rope = RotaryTables(config.attention.head_dim, config.rope_theta, scope.dtype, scope.mesh)
+        self.samples_B = np.zeros(0, np.int64)
+        """Indices of the microbatch's sequences among all of the run; dropout is a function of them."""
+
+
+class Block(nn.Layer):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: Model, scope: Scope, context: BatchContext) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.context, self.mesh = context, scope.mesh
+        self.input_layernorm = RMSNorm(scope.child("input_layernorm"), width, eps)
+        self.self_attn = REGISTRY[config.attention.kind](
+            width, config.attention, eps, config.initializer_range, scope.child("self_attn")
+        )
+        self.post_attention_layernorm = RMSNorm(scope.child("post_attention_layernorm"), width, eps)
+        self.mlp = MLP(width, config.intermediate_size, config.initializer_range, scope.child("mlp"))
+        self.dropout_rate = config.hidden_dropout
+        self.dropout_keys = tuple(dropout_key(scope.seed, f"{scope.path}.{name}") for name in ("self_attn", "mlp"))
+        self.recompute = scope.recompute == "full"
+
+    def forward(self, x_BSD: paddle.Tensor) -> paddle.Tensor:
+        samples_B = self.context.samples_B  # held by the closure: backward may come when other samples are being run
+
+        def run(x_BSD: paddle.Tensor) -> paddle.Tensor:
+            attended_BSD = self.self_attn(self.input_layernorm(x_BSD), self.context.rope)
+            x_BSD = x_BSD + self._dropout(attended_BSD, self.dropout_keys[0], samples_B)
+            mixed_BSD = self.mlp(self.post_attention_layernorm(x_BSD))
+            return x_BSD + self._dropout(mixed_BSD, self.dropout_keys[1], samples_B)
+
+        return recomputed(run, x_BSD) if self.recompute else run(x_BSD)
+
+    def _dropout(self, x_BSD: paddle.Tensor, key: int, samples_B: np.ndarray) -> paddle.Tensor:
+        if not self.training or self.dropout_rate == 0:
+            return x_BSD
+        return dropout(x_BSD, self.dropout_rate, key, samples_B, self.mesh.outer_positions(x_BSD.shape[1]))

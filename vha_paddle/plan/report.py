@@ -1,0 +1,246 @@
+"""A plan as plain values for JSON, and as text to read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from vha_paddle.config import Recipe
+from vha_paddle.counts import parameters
+from vha_paddle.plan.activations import layer_terms
+from vha_paddle.plan.communication import Transfer, postmix_values
+from vha_paddle.plan.cost import Plan
+from vha_paddle.plan.layouts import SAME_TIME
+from vha_paddle.plan.memory import RESERVE, RankMemory, worst
+from vha_paddle.plan.stages import stage_tensors
+
+DEGREES = (
+    "tensor",
+    "sequence",
+    "pipeline",
+    "virtual_pipeline",
+    "context",
+    "data",
+    "sharding",
+    "sharding_stage",
+)
+
+
+def summary(plan: Plan, proposed: Sequence[Plan], num_gpus: int) -> dict[str, Any]:
+    """Everything a plan says; keys carry their units."""
+    recipe, gpu = plan.recipe, plan.gpu
+    return {
+        "run": recipe.run.name,
+        "gpus": recipe.num_ranks,
+        "gpu": asdict(gpu),
+        "layout": _layout(recipe),
+        "parameters_total": parameters(recipe.model).total,
+        "fits": plan.fits,
+        "memory_limit_bytes": {"gpu": gpu.memory, "usable": plan.usable_memory, "kept_free_share": RESERVE},
+        "worst_rank": rank_values(plan.worst),
+        "best_rank": rank_values(plan.best),
+        "ranks": [rank_values(rank) for rank in plan.ranks],
+        "activation_bytes_per_layer_per_microbatch": layer_terms(recipe),
+        "communication_stage": plan.stage,
+        "communication_bytes_per_step": [_transfer(transfer) for transfer in plan.transfers],
+        "vha_over_grouped_attention": _vha(recipe),
+        "time": _time(plan),
+        "proposed_for_gpus": num_gpus,
+        "proposed": [_proposal(other) for other in proposed],
+    }
+
+
+def _layout(recipe: Recipe) -> dict[str, Any]:
+    degrees = {name: getattr(recipe.parallel, name) for name in DEGREES}
+    return degrees | {
+        "recompute": recipe.memory.recompute,
+        "micro_batch_size": recipe.data.micro_batch_size,
+        "microbatches": recipe.num_microbatches,
+    }
+
+
+def rank_values(rank: RankMemory) -> dict[str, Any]:
+    """The memory of a rank, what is exact apart from what is estimated."""
+    exact = {"weights": rank.weights, "gradients": rank.gradients, "optimizer": rank.optimizer}
+    estimated = {"activations": rank.activations, "loss": rank.loss, "block": rank.block}
+    return {
+        "stage": rank.stage,
+        "sharding_rank": rank.sharding_rank,
+        "parameters": rank.parameters,
+        "parameters_owned": rank.owned,
+        "exact_bytes": exact,
+        "estimated_bytes": estimated,
+        "activation_bytes_per_microbatch": rank.activations_per_microbatch,
+        "microbatches_kept": rank.microbatches_kept,
+        "total_bytes": rank.total,
+    }
+
+
+def _transfer(transfer: Transfer) -> dict[str, Any]:
+    return asdict(transfer) | {"ring": transfer.ring}
+
+
+def _vha(recipe: Recipe) -> dict[str, int] | None:
+    """What VHA sums over the tensor ranks beyond grouped attention of as many query and KV heads."""
+    extra = postmix_values(recipe)
+    if extra is None:
+        return None
+    whole = [tensor for tensor in stage_tensors(recipe.model, recipe.parallel, 0) if tensor.partial_gradient]
+    premix = [tensor.size for tensor in whole if tensor.name.endswith(".premix")]
+    return {
+        "postmix_values_per_token_per_layer_forward": extra.per_token,
+        "postmix_values_per_token_per_layer_backward": extra.per_token,
+        "postmix_values_per_layer_per_pass_forward": extra.per_pass,
+        "postmix_values_per_layer_per_pass_backward": extra.per_pass,
+        "premix_values_per_token_per_layer": 0,
+        "premix_gradient_values_per_layer_per_step": premix[0] if premix else 0,
+    }
+
+
+def _time(plan: Plan) -> dict[str, Any]:
+    return {
+        "mfu_stated": plan.mfu,
+        "mfu_overall": plan.overall_mfu,
+        "training_flops_per_token": plan.flops_per_token,
+        "recomputed_share": plan.recomputed,
+        "pipeline_schedule": plan.schedule.name,
+        "bubble_share": plan.schedule.bubble,
+        "step_seconds": plan.step_seconds,
+        "communication_seconds_if_none_overlaps": plan.communication_seconds,
+        "steps": plan.recipe.num_steps,
+        "days": plan.days,
+        "gpu_hours": plan.gpu_hours,
+        "tokens_per_second_per_gpu": plan.tokens_per_second_per_gpu,
+    }
+
+
+def overrides(recipe: Recipe) -> list[str]:
+    """The keys of a layout as they are typed behind a recipe."""
+    degrees = {name: getattr(recipe.parallel, name) for name in DEGREES}
+    typed = [f"parallel.{name}={str(value).lower()}" for name, value in degrees.items()]
+    return [*typed, f"memory.recompute={recipe.memory.recompute}"]
+
+
+def _proposal(plan: Plan) -> dict[str, Any]:
+    return {
+        "overrides": overrides(plan.recipe),
+        "fits": plan.fits,
+        "worst_rank_bytes": plan.worst.total,
+        "step_seconds": plan.step_seconds,
+        "communication_seconds_if_none_overlaps": plan.communication_seconds,
+        "days": plan.days,
+        "reason": reason(plan),
+    }
+
+
+def reason(plan: Plan) -> str:
+    """Why a layout stands where it does."""
+    parts = []
+    if not plan.fits:
+        over = plan.worst.total - plan.usable_memory
+        parts.append(f"{gibibytes(over)} GiB too large on stage {plan.worst.stage}")
+    if plan.recipe.memory.recompute != "none":
+        parts.append(f"recomputes {plan.recomputed:.0%} of the FLOPs")
+    if plan.schedule.pipeline > 1:
+        parts.append(f"waits {plan.schedule.bubble:.1%} of the time ({plan.schedule.name})")
+    share = plan.communication_seconds / plan.step_seconds
+    parts.append(f"communication is {share:.0%} of a step if none overlaps")
+    return "; ".join(parts)
+
+
+def render(plan: Plan, proposed: Sequence[Plan], num_gpus: int) -> str:
+    """The plan as text."""
+    lines = [*_heading(plan), "", *_memory(plan), "", *_communication(plan), "", *_prediction(plan)]
+    if proposed:
+        lines += ["", *_proposals(proposed, num_gpus)]
+    return "\n".join(lines)
+
+
+def _heading(plan: Plan) -> Iterator[str]:
+    recipe, gpu = plan.recipe, plan.gpu
+    total = parameters(recipe.model).total
+    yield f"{recipe.run.name}: {recipe.model.attention.kind}, {total:,} parameters, on {recipe.num_ranks} x {gpu.name}"
+    layout = [f"{name} {str(value).lower()}" for name, value in _layout(recipe).items()]
+    yield "  " + ", ".join(layout[: len(DEGREES)])
+    yield "  " + ", ".join(layout[len(DEGREES) :])
+    yield f"  a GPU: {gpu.bf16_flops / 1e12:.0f} TFLOPS dense bfloat16, {gpu.memory / 1e9:.0f} GB"
+    yield f"  source: {gpu.source}"
+
+
+def memory_table(ranks: Mapping[str, RankMemory]) -> Iterator[str]:
+    """Lines of a table with a row for each labelled rank."""
+    yield "memory of a rank, GiB       exact                        | estimated (flash attention)"
+    columns = ("weights", "gradients", "optimizer", "activations", "loss", "block", "total")
+    yield f"  {'rank':<24}{'parameters':>15}" + "".join(f"{name:>12}" for name in columns)
+    for label, rank in ranks.items():
+        cells = [getattr(rank, name) for name in columns]
+        name = f"{label}: stage {rank.stage}, shard {rank.sharding_rank}"
+        yield f"  {name:<24}{rank.parameters:>15,}" + "".join(f"{gibibytes(cell):>12}" for cell in cells)
+    fullest = worst(list(ranks.values()))
+    yield (
+        f"  activations: {gibibytes(fullest.activations_per_microbatch)} GiB a microbatch, "
+        f"{fullest.microbatches_kept:g} kept; the total counts the larger of loss and block, which never meet"
+    )
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    yield from memory_table({"worst": plan.worst, "best": plan.best})
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    yield (
+        f"  {verdict}: {gibibytes(plan.worst.total)} GiB of {gibibytes(plan.usable_memory)} usable "
+        f"({gibibytes(plan.gpu.memory)} less {RESERVE:.0%} for what is not modelled)"
+    )
+
+
+def _communication(plan: Plan) -> Iterator[str]:
+    yield f"communication of a rank of stage {plan.stage} per optimizer step, GiB (docs/planning.md has the convention)"
+    if plan.transfers:
+        yield f"  {'axis, ranks':<13}{'kind':<15}{'phase':<10}{'purpose':<36}{'payload':>10}{'ring':>10}"
+    else:
+        yield "  none"
+    for transfer in plan.transfers:
+        group = f"{transfer.axis} {transfer.ranks}"
+        yield (
+            f"  {group:<13}{transfer.kind:<15}{transfer.phase:<10}{transfer.purpose:<36}"
+            f"{gibibytes(transfer.payload):>10}{gibibytes(transfer.ring):>10}"
+        )
+    extra = _vha(plan.recipe)
+    if extra is not None:
+        token = extra["postmix_values_per_token_per_layer_forward"]
+        layer = extra["postmix_values_per_layer_per_pass_forward"]
+        what = f"{token:,} values per token and layer" if token else f"{layer:,} values per layer and microbatch"
+        yield "  VHA over grouped attention of the same heads, under tensor parallelism:"
+        yield f"  Postmix sums {what} in forward, as many in backward; Premix none"
+
+
+def _prediction(plan: Plan) -> Iterator[str]:
+    yield f"time, estimated at an MFU of {plan.mfu:g} while a GPU neither waits for a stage nor recomputes"
+    schedule = plan.schedule
+    rows = {
+        "FLOPs per token": f"{plan.flops_per_token / 1e9:.3f} G (training, causal scores)",
+        "recomputed": f"{plan.recomputed:.1%}",
+        "pipeline bubble": f"{schedule.bubble:.1%} ({schedule.name}, {schedule.microbatches} microbatches)",
+        "MFU over all": f"{plan.overall_mfu:.3f}",
+        "step": f"{plan.step_seconds:.3f} s",
+        "communication": f"{plan.communication_seconds:.3f} s of ring transfers if none overlaps; not part of the step",
+        "run": f"{plan.recipe.num_steps:,} steps, {plan.days:.2f} days, {plan.gpu_hours:,.0f} GPU-hours",
+        "throughput": f"{plan.tokens_per_second_per_gpu:,.0f} tokens per second and GPU",
+    }
+    for name, value in rows.items():
+        yield f"  {name:<18}{value}"
+
+
+def _proposals(proposed: Sequence[Plan], num_gpus: int) -> Iterator[str]:
+    fit = f"fastest first, times within {SAME_TIME:.0%} equal and the plainest first"
+    if not proposed[0].fits:
+        fit = "NONE FITS, smallest first"
+    yield f"layouts on {num_gpus} GPUs, estimates: {fit}"
+    for place, plan in enumerate(proposed, 1):
+        time = f"step {plan.step_seconds:.3f} s, {plan.days:.2f} days"
+        yield f"  {place}. {gibibytes(plan.worst.total)} GiB, {time}; {reason(plan)}"
+        yield f"     {' '.join(overrides(plan.recipe))}"
+
+
+def gibibytes(size: float) -> str:
+    return f"{size / 2**30:,.2f}" if size >= 2**30 / 200 or size == 0 else f"{size / 2**30:.1e}"
