@@ -17,6 +17,7 @@ from vha_paddle.checkpoint.load import load_optimizer, load_parameters, open_tog
 from vha_paddle.checkpoint.save import CheckpointSaver
 from vha_paddle.config import Parallel, load_recipe
 from vha_paddle.model.pipelined import build_model
+from vha_paddle.parallel.ownership import with_weight
 from vha_paddle.parallel.start import start_mesh
 from vha_paddle.train.optimizer import Optimizer
 
@@ -42,7 +43,8 @@ def main() -> None:
         saver.save(state, optimizer)
         if mode == "asynchronous":
             saver.wait_for_copy()
-            tensors = [*optimizer.parameters, *(t for states in optimizer.slots().values() for t in states.values())]
+            held = with_weight(optimizer.parameters, mesh)
+            tensors = [*held, *(t for states in optimizer.slots().values() for t in states.values())]
             for tensor in tensors:
                 tensor.set_value(paddle.full_like(tensor, 3.0))
         saver.wait()
