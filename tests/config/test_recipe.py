@@ -181,6 +181,38 @@ def test_gradients_and_weights_are_not_sharded_over_a_pipeline() -> None:
     )
 
 
+def test_context_ranks_cut_the_sequence_into_two_pieces_each() -> None:
+    assert load_recipe(QUICKSTART, ["parallel.context=2"]).num_ranks == 4
+    assert error_of("parallel.context=2", "data.sequence_length=250") == (
+        "data.sequence_length=250: must be a multiple of twice parallel.context=2; use 248 or 252"
+    )
+    assert error_of("parallel.context=2", "parallel.sequence=true", "data.sequence_length=252") == (
+        "data.sequence_length=252: must be a multiple of twice parallel.context=2 times parallel.tensor=2 with "
+        "parallel.sequence; use 248 or 256"
+    )
+
+
+def test_interleaving_takes_as_many_microbatches_as_stages_or_twice_as_many() -> None:
+    stages = ["model.num_hidden_layers=8", "parallel.pipeline=4", "parallel.virtual_pipeline=2"]
+    for microbatches, works in ((4, True), (6, False), (8, True), (12, True), (2, False)):
+        batch = [f"data.global_batch_size={microbatches}", "data.micro_batch_size=1"]
+        if works:
+            assert load_recipe(QUICKSTART, [*stages, *batch]).num_microbatches == microbatches
+        else:
+            assert f"there are {microbatches};" in error_of(*stages, *batch)
+
+
+def test_layers_divide_among_chunks() -> None:
+    assert error_of("model.num_hidden_layers=12", "parallel.pipeline=4", "parallel.virtual_pipeline=2") == (
+        "parallel.pipeline=4: multiplied by parallel.virtual_pipeline=2 it must divide model.num_hidden_layers=12, so "
+        "that stages are equal; use 3 or 6"
+    )
+
+
+def test_comparing_ranks_needs_more_than_one() -> None:
+    assert "has no effect with one" in error_of("parallel.tensor=1", "debug.check_ranks_interval=5")
+
+
 def test_data_ranks_divide_the_global_batch() -> None:
     recipe = load_recipe(QUICKSTART, ["parallel.data=2", "parallel.sharding=2", "data.micro_batch_size=1"])
     assert (recipe.num_ranks, recipe.num_data_ranks, recipe.num_microbatches) == (8, 4, 1)

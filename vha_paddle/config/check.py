@@ -17,6 +17,11 @@ def check(recipe: Recipe) -> None:
     _check_data(recipe)
     _check_optimisation(recipe)
     _check_logging(recipe)
+    if recipe.debug.check_ranks_interval is not None and recipe.num_ranks == 1:
+        raise UserError(
+            f"debug.check_ranks_interval={recipe.debug.check_ranks_interval}: compares ranks, so it has no effect "
+            "with one; remove the key"
+        )
 
 
 def _check_model(model: Model) -> None:
@@ -68,15 +73,16 @@ def _check_pipeline(recipe: Recipe) -> None:
     if parallel.pipeline == 1:
         return
     if num_layers % (parallel.pipeline * parallel.virtual_pipeline):
-        chunks = f" times parallel.virtual_pipeline={parallel.virtual_pipeline}" * (parallel.virtual_pipeline > 1)
-        least = 3 if parallel.virtual_pipeline > 1 else 1
+        interleaved = parallel.virtual_pipeline > 1
+        rule = f"multiplied by parallel.virtual_pipeline={parallel.virtual_pipeline} it " * interleaved + "must divide"
+        least = 3 if interleaved else 1
         works = [
             degree for degree in range(least, num_layers + 1) if num_layers % (degree * parallel.virtual_pipeline) == 0
         ]
         remedy = f"use {_nearest(works, parallel.pipeline)}" if works else "use virtual_pipeline=1"
         raise UserError(
-            f"parallel.pipeline={parallel.pipeline}:{chunks} must divide model.num_hidden_layers={num_layers}, so that "
-            f"stages are equal; {remedy}"
+            f"parallel.pipeline={parallel.pipeline}: {rule} model.num_hidden_layers={num_layers}, so that stages are "
+            f"equal; {remedy}"
         )
     enough = recipe.num_microbatches == parallel.pipeline or recipe.num_microbatches >= 2 * parallel.pipeline
     if parallel.virtual_pipeline > 1 and not enough:
