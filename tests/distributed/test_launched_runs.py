@@ -25,12 +25,14 @@ from vha_paddle.export.fold_export import export_checkpoint
 ROOT = Path(__file__).resolve().parents[2]
 __all__ = ["dataset", "make_recipe"]  # fixtures
 RESHARDED = (
-    "tensor_4",
+    "tensor_2",
+    "one",
+    "tensor_2_pipeline_2",
     "sharding_2",
+    "tensor_4",
     "pipeline_2",
     "tensor_2_sequence_sharding_2",
     "context_2",
-    "tensor_2_pipeline_2",
     "data_2",
     "pipeline_2_sharding_2",
     "sharding_2_stage_3",

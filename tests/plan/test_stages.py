@@ -15,8 +15,7 @@ from vha_paddle.errors import UserError
 from vha_paddle.model.decoder import build_decoder
 from vha_paddle.parallel import ownership
 from vha_paddle.parallel.mesh import Mesh
-from vha_paddle.parallel.placement import ParameterInfo, Placement, info_of
-from vha_paddle.parallel.scope import Scope
+from vha_paddle.parallel.placement import info_of
 from vha_paddle.plan.stages import assign_owners, chunks_of, owned_sizes, stage_tensors, tensor_owners
 
 
@@ -37,20 +36,6 @@ def test_one_process_holds_what_the_decoder_is_built_of_in_its_order(attention: 
     assert planned(model) == built(model)
 
 
-@pytest.fixture
-def without_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Build layers whose parameters have names and shapes but no memory."""
-    draw = Scope._adopt
-
-    def adopt(scope: Scope, parameter: Any, name: str, placement: Placement, initializer: Any, decay: Any) -> None:
-        if parameter._is_initialized():
-            draw(scope, parameter, name, placement, initializer, decay)
-        else:
-            parameter.info = ParameterInfo(f"{scope.path}.{name}", placement, decay)
-
-    monkeypatch.setattr(Scope, "_adopt", adopt)
-
-
 @pytest.mark.parametrize(
     ("size", "attention", "millions"),
     [
@@ -62,7 +47,6 @@ def without_values(monkeypatch: pytest.MonkeyPatch) -> None:
         ("4B", VHA_32, 3693.365),
     ],
 )
-@pytest.mark.usefixtures("without_values")
 def test_published_shapes_are_planned_as_they_are_built(size: str, attention: Attention, millions: float) -> None:
     model = published(size, attention)
     with paddle.LazyGuard():
