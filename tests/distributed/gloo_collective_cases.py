@@ -8,7 +8,7 @@ import paddle.distributed as dist
 import pytest
 
 from tests.distributed.gloo_worlds import four
-from vha_paddle.parallel import gloo
+from vha_paddle.parallel import gloo, gloo_channels
 from vha_paddle.parallel.gloo_channels import ChannelError
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -83,6 +83,19 @@ def all_reduce_and_reduce_match_numpy_for_every_dtype_and_operation() -> None:
             dist.stream.reduce(total, dst=2, op=op)
             if rank == 2:
                 assert_equal(total, in_numpy(values, axis=0), f"reduce {name} {dtype}")
+
+
+@four.case
+def every_rank_gets_the_same_bits_of_a_sum_that_adds_ranks_in_their_order() -> None:
+    for count in (5, gloo_channels.DIRECT_BYTES // 4 + 3):  # whole arrays to all, and parts that are not equal
+        values = np.random.default_rng(count).standard_normal((4, count)).astype("float32")
+        expected = ((values[0] + values[1]) + values[2]) + values[3]
+        total = paddle.to_tensor(values[dist.get_rank()])
+        dist.all_reduce(total)
+        np.testing.assert_array_equal(total.numpy(), expected)
+        mine = paddle.to_tensor(values[dist.get_rank()])
+        dist.broadcast(mine, src=2)
+        np.testing.assert_array_equal(mine.numpy(), values[2])
 
 
 @four.case

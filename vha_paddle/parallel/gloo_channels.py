@@ -32,6 +32,7 @@ HELLO = struct.Struct(f"<{TOKEN_BYTES}sqq")  # the receiver's token, the group, 
 LENGTH = struct.Struct("<q")
 HELLO_TIMEOUT = 10.0  # seconds for a new connection to say who it is
 PEER_TIMEOUT = 1800.0  # seconds without a byte from a peer that should send: what NCCL groups allow too
+DIRECT_BYTES = 1 << 18  # up to here an all-reduce sends whole arrays: fewer messages beat fewer bytes
 FLUSH_TIMEOUT = 30.0  # seconds for the unsent messages when the process ends
 
 
@@ -200,13 +201,58 @@ class Member:
 
     def exchange(self, outs: Sequence[np.ndarray], arrays: Sequence[np.ndarray]) -> None:
         """Array i goes to rank i; what rank i sends here lands in out i."""
-        for step in range(1, self.size):
-            peer = (self.rank + step) % self.size
-            self.send(peer, arrays[peer])
+        self._send_to_others(arrays)
         np.copyto(outs[self.rank], arrays[self.rank])
         for step in range(1, self.size):
             peer = (self.rank - step) % self.size
             self.receive(peer, outs[peer])
+
+    def all_reduce(self, array: np.ndarray, reduce: Callable[..., Any]) -> None:
+        """Combine every rank's flat `array` with a numpy operation, in place.
+
+        Ranks are combined in their order, so all get the same bits. Small arrays go to every rank, of large ones
+        each rank combines a part and passes it on.
+        """
+        if array.nbytes <= DIRECT_BYTES:
+            parts = [array] * self.size
+            self._send_to_others(parts)
+            self._combine(array, reduce)
+            return
+        parts = np.array_split(array, self.size)
+        self._send_to_others(parts)
+        self._combine(parts[self.rank], reduce)
+        self.exchange(parts, [parts[self.rank]] * self.size)
+
+    def reduce(self, array: np.ndarray, root: int, reduce: Callable[..., Any]) -> None:
+        """As `all_reduce`, the result on rank `root` only; the others keep what they have."""
+        if self.rank == root:
+            self._combine(array, reduce)
+        else:
+            self.send(root, array)
+
+    def broadcast(self, array: np.ndarray, root: int) -> None:
+        """The flat `array` of rank `root` to all, in place."""
+        if self.rank == root:
+            self._send_to_others([array] * self.size)
+        else:
+            self.receive(root, array)
+
+    def _send_to_others(self, arrays: Sequence[np.ndarray]) -> None:
+        for step in range(1, self.size):
+            peer = (self.rank + step) % self.size
+            self.send(peer, arrays[peer])
+
+    def _combine(self, array: np.ndarray, reduce: Callable[..., Any]) -> None:
+        """What every rank sent, and `array`, into `array`."""
+        own, received = array.copy(), np.empty_like(array)
+        for rank in range(self.size):
+            if rank != self.rank:
+                self.receive(rank, received)
+            part = own if rank == self.rank else received
+            if rank == 0:
+                np.copyto(array, part)
+            else:
+                reduce(array, part, out=array)
 
     def start_batch(self) -> None:
         """Put receives off until `end_batch`, on every group; sends still leave at once."""
@@ -325,6 +371,19 @@ def _rows(tensor: Tensor, sizes: Sequence[int], count: int) -> list[np.ndarray]:
         raise ValueError(f"{num_rows} rows cannot be split into {sizes} over {count} ranks")
     all_bytes = memory(tensor)
     return np.split(all_bytes, np.cumsum(sizes[:-1]) * (all_bytes.size // max(num_rows, 1)))
+
+
+def broadcast(group: Any, tensor: Tensor, root: int, sync_op: bool = True) -> Any:
+    """Gloo's takes a dtype for bytes only where it knows it, and a few times as long for small tensors."""
+    members[group].broadcast(memory(tensor), root)
+    return DONE
+
+
+def all_gather_into_tensor(group: Any, out: Tensor, tensor: Tensor, sync_op: bool = True) -> Any:
+    """Every rank's `tensor`, one after the other. As `broadcast`."""
+    member = members[group]
+    member.exchange(np.split(memory(out), member.size), [memory(tensor.contiguous())] * member.size)
+    return DONE
 
 
 def barrier(group: Any, device_id: int = -1) -> Any:
