@@ -320,7 +320,7 @@ def test_a_summary_holds_the_costs_of_the_run() -> None:
     assert found["parameters"]["total"] == counts.parameters(model).total
     assert found["parameters"]["non_embedding"] == counts.parameters(model).total - 2 * 40 * 12
     assert found["schedule"] == {"tokens_per_step": 80, "steps": 10, "tokens": 800}
-    per_token = counts.training_flops(model, counts.FlopRule(sequence_length=10))
+    per_token = counts.training_flops(model, counts.FlopRule(sequence_length=10, causal=True))
     assert found["flops"]["training_per_token"] == per_token
     assert found["flops"]["training_per_token_without_lm_head"] == per_token - 3 * 2 * 12 * 40
     assert found["flops"]["training_total"] == 800 * per_token

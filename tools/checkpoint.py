@@ -52,8 +52,7 @@ def main() -> None:
         if name == "reshard":
             command.add_argument("output", type=Path, help="directory to make; it appears complete or not at all")
             command.add_argument("--files", type=int, default=1, metavar="N", help="default: %(default)s")
-        else:
-            command.add_argument("--json", action="store_true", help="print one JSON object")
+        command.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
     if arguments.command == "inspect":
         figures = describe(arguments.checkpoint)
@@ -63,7 +62,13 @@ def main() -> None:
     else:
         with progress_bar("writing", total_bytes(arguments.checkpoint)) as bar:
             reshard(arguments.checkpoint, arguments.output, arguments.files, bar.update)
-        print(f"wrote {arguments.output}")
+        figures = describe(arguments.output)
+        written = {"output": str(arguments.output), "files": figures["files"]}
+        print(
+            json.dumps(written, indent=2)
+            if arguments.json
+            else f"wrote {len(figures['files'])} files to {arguments.output}"
+        )
 
 
 def verify(checkpoint: Path, as_json: bool) -> None:
@@ -76,7 +81,11 @@ def verify(checkpoint: Path, as_json: bool) -> None:
         faults = find_faults(checkpoint, bar.update)
     damaged = [fault for fault in faults.values() if fault is not None]
     if as_json:
-        print(json.dumps({"intact": not damaged, "files": faults}, indent=2))
+        print(
+            json.dumps(
+                {"intact": not damaged, "faults": {name: fault for name, fault in faults.items() if fault}}, indent=2
+            )
+        )
     elif not damaged:
         print(f"{len(faults)} files are intact, and hold every tensor exactly once")
     if damaged:

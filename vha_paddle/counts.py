@@ -183,7 +183,7 @@ def summary(recipe: Recipe) -> dict[str, Any]:
     """The costs of a run, memory and communication apart, as plain values for JSON; keys carry their units."""
     model = recipe.model
     whole, tokens = parameters(model), recipe.num_steps * recipe.tokens_per_step
-    rule = FlopRule(sequence_length=recipe.data.sequence_length)
+    rule = FlopRule(sequence_length=recipe.data.sequence_length, causal=True)  # as MFU and tools/plan.py count
     without_head = replace(rule, lm_head=False)
     cache, layers = kv_cache_bytes(model.attention, "bfloat16"), model.num_hidden_layers
     return {

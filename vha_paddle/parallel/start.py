@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import paddle
@@ -56,7 +57,10 @@ def _start_fleet(parallel: Parallel) -> Any:
         "mp_configs": {"need_broadcast_data": False},
         "pp_configs": {"delay_scale_loss": True},  # the loss is scaled by us; fleet would divide it by microbatches
     }
-    fleet.init(is_collective=True, strategy=strategy, log_level="WARNING")
+    with warnings.catch_warnings():
+        # of groups that fleet makes for other ranks
+        warnings.filterwarnings("ignore", message="Current global rank .* is not in group")
+        fleet.init(is_collective=True, strategy=strategy, log_level="WARNING")
     # fleet's layers insist on this generator at construction; our values are drawn elsewhere (init.py)
     fleet.meta_parallel.model_parallel_random_seed(0)
     return fleet.get_hybrid_communicate_group()

@@ -10,14 +10,8 @@ from typing import Any
 import paddle
 
 import vha_paddle
-from vha_paddle.checkpoint.layout import (
-    RECIPE_FILE,
-    RunState,
-    checkpoints_directory,
-    list_steps,
-    step_directory,
-)
-from vha_paddle.checkpoint.load import load_optimizer, load_parameters, open_together
+from vha_paddle.checkpoint.layout import RunState
+from vha_paddle.checkpoint.load import load_optimizer, load_parameters
 from vha_paddle.checkpoint.save import CheckpointSaver
 from vha_paddle.config import Recipe
 from vha_paddle.counts import FlopRule, training_flops
@@ -31,6 +25,8 @@ from vha_paddle.parallel.agreement import check_agreement
 from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.train.metrics import RunLog, measured_gemm_rate, write_resolved_recipe
 from vha_paddle.train.optimizer import Optimizer
+from vha_paddle.train.resume import changed_keys, checkpoint_to_continue
+from vha_paddle.train.run_directory import run_directory
 from vha_paddle.train.schedule import learning_rate
 from vha_paddle.train.step import train_step
 
@@ -44,6 +40,11 @@ class RunData:
         Raises:
             UserError: a file is missing or damaged, or does not fit the tokenizer or the model.
         """
+        if not Path(recipe.data.tokenizer).is_file():
+            raise UserError(
+                f"data.tokenizer={recipe.data.tokenizer}: no such file; make the data with tools/prepare_data.py "
+                "(`make quickstart` does it for the quickstart) or correct its name"
+            )
         tokenizer = Tokenizer.load(Path(recipe.data.tokenizer))
         vocab_size = recipe.model.vocab_size
         if tokenizer.vocab_size > vocab_size:
@@ -83,7 +84,7 @@ class Trainer:
         self._saver = CheckpointSaver(self.output, recipe, Path(recipe.data.tokenizer), mesh)
         self.optimizer.before_update = self._saver.wait_for_copy
         self.step = 0
-        self._resume()
+        self._changed = self._resume()
 
     def fit(self) -> None:
         """Train to the end of the schedule; the last step is evaluated and saved.
@@ -91,12 +92,25 @@ class Trainer:
         Raises:
             RunError: loss or gradient is not finite, or a checkpoint could not be written.
         """
+        if self.step == self.recipe.num_steps:
+            if self.mesh.is_main:
+                print(f"{self.output}: complete at step {self.step}; raise schedule.total_tokens to train on")
+            return
+        with run_directory(self.output, self.mesh):
+            self._fit()
+
+    def _fit(self) -> None:
         log = self._open_log() if self.mesh.is_main else None
         try:
             while self.step < self.recipe.num_steps:
                 record = self._train_one()
                 if log is not None:
                     log.step(record)
+                interval = self.recipe.debug.check_ranks_interval
+                if interval is not None and self.step % interval == 0:
+                    check_agreement(self.model.parameters(), self.mesh)
+                    if log is not None:
+                        log.line(f"step {self.step}: ranks agree on every parameter")
                 self._save_when_due()
             self._saver.wait()
         finally:
@@ -151,9 +165,6 @@ class Trainer:
         except RunError as error:
             raise RunError(f"step {self.step + 1}: {error}") from None
         self.step += 1
-        interval = recipe.debug.check_ranks_interval
-        if interval is not None and self.step % interval == 0:
-            check_agreement(self.model.parameters(), self.mesh)
         record = {
             "step": self.step,
             "tokens": tokens,
@@ -174,34 +185,15 @@ class Trainer:
         if self.step == self.recipe.num_steps or (interval is not None and self.step % interval == 0):
             self.save()
 
-    def _resume(self) -> None:
-        steps = self.mesh.objects(list_steps(self.output))[0]  # the main rank's: a shared disk may show others later
-        if not steps:
-            return
-        if self.recipe.checkpoint.resume == "never":
-            raise UserError(
-                f"checkpoint.resume=never: {checkpoints_directory(self.output)} already holds checkpoints; "
-                "use auto to continue them or another run.output"
-            )
-        checkpoint = open_together(step_directory(self.output, steps[-1]), self.mesh)
-        if checkpoint.recipe.model != self.recipe.model:
-            raise UserError(
-                f"{checkpoint.path / RECIPE_FILE}: the checkpoint was trained with another model section; "
-                "use its recipe, or another run.output for a new run"
-            )
-        if checkpoint.state.data_fingerprint != self.data.batches.fingerprint:
-            raise UserError(
-                f"{checkpoint.path}: was trained on other data (files, data.sequence_length or run.seed differ); "
-                "restore them, or use another run.output for a new run"
-            )
-        if checkpoint.state.samples != checkpoint.state.step * self.recipe.data.global_batch_size:
-            raise UserError(
-                f"data.global_batch_size={self.recipe.data.global_batch_size}: the checkpoint was trained with "
-                f"{checkpoint.state.samples // checkpoint.state.step}; use that to continue it"
-            )
+    def _resume(self) -> list[str]:
+        """Continue from the newest checkpoint, if there is one; returns the keys that changed since it."""
+        checkpoint = checkpoint_to_continue(self.recipe, self.data.batches.fingerprint, self.mesh)
+        if checkpoint is None:
+            return []
         load_parameters(self.model.named_tensors(), checkpoint.model_tensors(), self.mesh)
         load_optimizer(self.optimizer, checkpoint, self.mesh)
         self.step = checkpoint.state.step
+        return changed_keys(checkpoint.recipe, self.recipe)
 
     def _open_log(self) -> RunLog:
         recipe = self.recipe
@@ -212,15 +204,18 @@ class Trainer:
         peak = ceiling / training_flops(recipe.model, rule)
         log = RunLog(recipe, self.output, self.step, peak, self.data.unigram_entropy)
         log.line(self._opening_line())
+        if self._changed:
+            log.line(f"changed since the checkpoint: {', '.join(self._changed)}")
         return log
 
     def _opening_line(self) -> str:
         recipe = self.recipe
         epochs = recipe.num_steps * recipe.tokens_per_step / self.data.train_tokens
         where = f"from step {self.step}" if self.step else "from the start"
+        ranks = f"{self.mesh.num_ranks} rank" + "s" * (self.mesh.num_ranks > 1)
         return (
             f"{recipe.run.name}: {recipe.model.attention.kind}, {recipe.num_steps} steps of {recipe.tokens_per_step:,} "
-            f"tokens ({epochs:.2f} epochs) on {self.mesh.num_ranks} ranks, {where}; output in {self.output}"
+            f"tokens ({epochs:.2f} epochs) on {ranks}, {where}; output in {self.output}"
         )
 
 
