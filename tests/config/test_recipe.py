@@ -184,11 +184,12 @@ def test_gradients_and_weights_are_not_sharded_over_a_pipeline() -> None:
 def test_context_ranks_cut_the_sequence_into_two_pieces_each() -> None:
     assert load_recipe(QUICKSTART, ["parallel.context=2"]).num_ranks == 4
     assert error_of("parallel.context=2", "data.sequence_length=250") == (
-        "data.sequence_length=250: must be a multiple of twice parallel.context=2; use 248 or 252"
+        "data.sequence_length=250: must be a multiple of twice parallel.context=2; use 248 or 252, or "
+        "parallel.context=1"
     )
     assert error_of("parallel.context=2", "parallel.sequence=true", "data.sequence_length=252") == (
         "data.sequence_length=252: must be a multiple of twice parallel.context=2 times parallel.tensor=2 with "
-        "parallel.sequence; use 248 or 256"
+        "parallel.sequence; use 248 or 256, or parallel.context=1 or 3"
     )
 
 

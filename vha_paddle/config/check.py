@@ -128,10 +128,16 @@ def _check_data(recipe: Recipe) -> None:
     _check_sequence_length(recipe)
     per_microbatch = data.micro_batch_size * recipe.num_data_ranks
     if data.global_batch_size % per_microbatch:
+        remedy = f"use {_multiples(data.global_batch_size, per_microbatch)}"
+        degrees = range(1, recipe.num_data_ranks)
+        works = [ranks for ranks in degrees if data.global_batch_size % (data.micro_batch_size * ranks) == 0]
+        if works:
+            remedy += (
+                f", or {_nearest(works, recipe.num_data_ranks)} data ranks (parallel.data times parallel.sharding)"
+            )
         raise UserError(
             f"data.global_batch_size={data.global_batch_size}: must be a multiple of data.micro_batch_size="
-            f"{data.micro_batch_size} times {recipe.num_data_ranks} data ranks; "
-            f"use {_multiples(data.global_batch_size, per_microbatch)}"
+            f"{data.micro_batch_size} times {recipe.num_data_ranks} data ranks; {remedy}"
         )
     if recipe.num_steps < 1:
         raise UserError(
@@ -151,9 +157,16 @@ def _check_sequence_length(recipe: Recipe) -> None:
     multiple = math.prod(factor for factor, _ in factors)
     if length % multiple:
         rule = " times ".join(reason for _, reason in factors)
-        raise UserError(
-            f"data.sequence_length={length}: must be a multiple of {rule}; use {_multiples(length, multiple)}"
-        )
+        remedy = f"use {_multiples(length, multiple)}"
+        tensor = parallel.tensor if parallel.sequence else 1
+        works = [
+            context
+            for context in range(1, 2 * parallel.context)
+            if length % (tensor * (2 * context if context > 1 else 1)) == 0
+        ]
+        if parallel.context > 1 and works:
+            remedy += f", or parallel.context={_nearest(works, parallel.context)}"
+        raise UserError(f"data.sequence_length={length}: must be a multiple of {rule}; {remedy}")
 
 
 def _check_optimisation(recipe: Recipe) -> None:

@@ -151,13 +151,13 @@ def reason(plan: Plan) -> str:
 
 def render(plan: Plan, proposed: Sequence[Plan], num_gpus: int) -> str:
     """The plan as text."""
-    lines = [*_heading(plan), "", *_memory(plan), "", *_communication(plan), "", *_prediction(plan)]
+    lines = [*_heading(plan, num_gpus), "", *_memory(plan), "", *_communication(plan), "", *_prediction(plan)]
     if proposed:
         lines += ["", *_proposals(proposed, num_gpus)]
     return "\n".join(lines)
 
 
-def _heading(plan: Plan) -> Iterator[str]:
+def _heading(plan: Plan, num_gpus: int) -> Iterator[str]:
     recipe, gpu = plan.recipe, plan.gpu
     total = parameters(recipe.model).total
     yield f"{recipe.run.name}: {recipe.model.attention.kind}, {total:,} parameters, on {recipe.num_ranks} x {gpu.name}"
@@ -166,6 +166,8 @@ def _heading(plan: Plan) -> Iterator[str]:
     yield "  " + ", ".join(layout[len(DEGREES) :])
     yield f"  a GPU: {gpu.bf16_flops / 1e12:.0f} TFLOPS dense bfloat16, {gpu.memory / 1e9:.0f} GB"
     yield f"  source: {gpu.source}"
+    if num_gpus != recipe.num_ranks:
+        yield f"  this is the recipe's own layout, on {recipe.num_ranks}; layouts on {num_gpus} come last"
 
 
 def memory_table(ranks: Mapping[str, RankMemory]) -> Iterator[str]:
@@ -222,8 +224,9 @@ def _prediction(plan: Plan) -> Iterator[str]:
         "recomputed": f"{plan.recomputed:.1%}",
         "pipeline bubble": f"{schedule.bubble:.1%} ({schedule.name}, {schedule.microbatches} microbatches)",
         "MFU over all": f"{plan.overall_mfu:.3f}",
-        "step": f"{plan.step_seconds:.3f} s",
-        "communication": f"{plan.communication_seconds:.3f} s of ring transfers if none overlaps; not part of the step",
+        "step": duration(plan.step_seconds),
+        "communication": f"{duration(plan.communication_seconds)} of ring transfers if none overlaps; not part of "
+        "the step",
         "run": f"{plan.recipe.num_steps:,} steps, {plan.days:.2f} days, {plan.gpu_hours:,.0f} GPU-hours",
         "throughput": f"{plan.tokens_per_second_per_gpu:,.0f} tokens per second and GPU",
     }
@@ -232,14 +235,18 @@ def _prediction(plan: Plan) -> Iterator[str]:
 
 
 def _proposals(proposed: Sequence[Plan], num_gpus: int) -> Iterator[str]:
-    fit = f"fastest first, times within {SAME_TIME:.0%} equal and the plainest first"
+    fit = f"fastest first with communication, times within {SAME_TIME:.0%} equal and the plainest first"
     if not proposed[0].fits:
         fit = "NONE FITS, smallest first"
     yield f"layouts on {num_gpus} GPUs, estimates: {fit}"
     for place, plan in enumerate(proposed, 1):
-        time = f"step {plan.step_seconds:.3f} s, {plan.days:.2f} days"
+        time = f"step {duration(plan.step_seconds)}, {plan.days:.2f} days"
         yield f"  {place}. {gibibytes(plan.worst.total)} GiB, {time}; {reason(plan)}"
         yield f"     {' '.join(overrides(plan.recipe))}"
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 0.01 or seconds == 0 else f"{seconds * 1e3:.3g} ms"
 
 
 def gibibytes(size: float) -> str:
