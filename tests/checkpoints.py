@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,8 @@ def write_checkpoint(
     write_tensors(path / layout.tensor_file("optimizer", 0, 1), {}, [], layout.TENSOR_METADATA)
     (path / layout.RECIPE_FILE).write_text(recipe_to_yaml(recipe), encoding="utf-8")
     (path / layout.TOKENIZER_FILE).write_bytes(tokenizer_model)
-    layout.write_state(path, STATE)
+    is_step = path.name.startswith("step-")
+    layout.write_state(path, replace(STATE, step=int(path.name.removeprefix("step-"))) if is_step else STATE)
     layout.write_manifest(path, {file.name: layout.record_of(file) for file in path.iterdir()})
     return path
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -58,21 +59,20 @@ def validation_loss(
     """
     count = min(num_sequences, windows.num_samples)
     microbatches: list[Microbatch] = []
-    total = 0.0
-    starts = list(range(0, count, batch_size))[mesh.data_rank :: mesh.data_degree]
+    # every rank runs as many: under sharding stage 3 all of them take part in each one's forward pass
+    rounds = math.ceil(count / (batch_size * mesh.data_degree))
+    starts = [(turn * mesh.data_degree + mesh.data_rank) * batch_size for turn in range(rounds)]
     alone = replace(mesh, data_rank=0, data_degree=1)  # what this rank takes is dealt out already
     for start in starts:
-        # the last one is filled up with its last sequence: pipeline stages exchange tensors of one shape
+        # filled up with the last sequence: pipeline stages exchange tensors of one shape
         rows = [min(start + row, count - 1) for row in range(batch_size)]
-        tokens_BS, labels_BS = windows.samples(start, rows[-1] + 1)
-        kept = [row - start for row in rows]
+        tokens_BS, labels_BS = windows.samples(rows[0], rows[-1] + 1)
+        kept = [row - rows[0] for row in rows]
         microbatches += microbatches_of(tokens_BS[kept], labels_BS[kept], 0, batch_size, alone)
-    if microbatches:
-        losses = model.sequence_losses(microbatches)
-        valid = np.concatenate([start + np.arange(batch_size) < count for start in starts])
-        total = float(losses[valid[: len(losses)]].sum())
-    tokens = count * windows.sequence_length
-    return mesh.sum_over_batch(total) / tokens
+    losses = model.sequence_losses(microbatches)
+    valid = np.concatenate([start + np.arange(batch_size) < count for start in starts])
+    total = float(losses[valid[: len(losses)]].sum())
+    return mesh.sum_over_batch(total) / (count * windows.sequence_length)
 
 
 def mean_loss(model: Decoder, batches: Iterable[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]) -> float:

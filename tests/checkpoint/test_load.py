@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,15 @@ NAME = "model.layers.1.self_attn.q_proj.weight"
 
 
 class TwoRanks(Mesh):
-    """Rank 0 of two; the other one answers `theirs` where ranks exchange objects."""
+    """Rank 0 of two; the other one answers `theirs`: its names, or its fault where ranks exchange faults."""
 
     def __init__(self, theirs: Any) -> None:
         super().__init__(num_ranks=2)
         object.__setattr__(self, "theirs", theirs)
 
     def objects(self, value: Any) -> list[Any]:
-        return [value, vars(self)["theirs"]]
+        theirs = vars(self)["theirs"]
+        return [value, theirs if isinstance(value, list) or not isinstance(theirs, list) else None]
 
 
 def load(path: Path, weights: dict[str, np.ndarray], num_files: int = 1) -> None:
@@ -110,3 +112,37 @@ def test_a_file_of_another_orientation_or_head_order_is_refused(
         path = write_checkpoint(tmp_path / "checkpoint", RECIPE, trained_weights(RECIPE), b"a tokenizer")
     with pytest.raises(UserError, match=f"metadata {key}={value}: must be {layout.TENSOR_METADATA[key]}"):
         layout.open_checkpoint(path).model_tensors()
+
+
+@pytest.mark.parametrize(
+    "change", [{"step": "six"}, {"step": 6.0}, {"step": 0}, {"step": None}, {"samples": -1}, {"another": 1}]
+)
+def test_a_state_that_is_none_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "checkpoint", RECIPE, trained_weights(RECIPE), b"a tokenizer")
+    state = json.loads((path / layout.STATE_FILE).read_text(encoding="utf-8")) | change
+    (path / layout.STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+    files = [file for file in path.iterdir() if file.name != layout.MANIFEST_FILE]
+    layout.write_manifest(path, {file.name: layout.record_of(file) for file in files})
+    with pytest.raises(UserError, match=r"state\.json: not the state this version writes"):
+        layout.open_checkpoint(path)
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused_with_its_own(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "step-00000007", RECIPE, trained_weights(RECIPE), b"a tokenizer")
+    path = path.rename(tmp_path / "step-00000099")
+    with pytest.raises(UserError, match="holds step 7; rename it to step-00000007"):
+        layout.open_checkpoint(path)
+    assert layout.open_checkpoint(path.rename(tmp_path / "any-other-name")).state.step == 7
+
+
+def test_a_tensor_that_another_rank_could_not_read_stops_this_one(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "checkpoint", RECIPE, trained_weights(RECIPE), b"a tokenizer")
+    tensors = layout.open_checkpoint(path).model_tensors()
+    parameters = build_decoder(RECIPE.model, Mesh(), seed=0).named_tensors()
+
+    class WithAFault(TwoRanks):
+        def objects(self, value: Any) -> list[Any]:
+            return [value, value if isinstance(value, list) else "tensor x is missing"]
+
+    with pytest.raises(UserError, match="tensor x is missing"):
+        load_parameters(parameters, tensors, WithAFault(None))

@@ -22,6 +22,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "context": {"context": 2},
     "tensor, pipeline": {"tensor": 2, "sequence": True, "pipeline": 2},
     "data": {"data": 2},
+    "sharded weights": {"sharding": 2, "sharding_stage": 3},
 }
 # three sequences: two microbatches of which the second is half full, and data ranks with unequal work
 CHANGES = {"logging__eval_sequences": 3, "model__hidden_dropout": 0.1}

@@ -26,7 +26,9 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from vha_paddle.checkpoint.logical import LogicalTensors
 from vha_paddle.config import Recipe, load_recipe
@@ -55,13 +57,15 @@ class RunState:
     """Where a run stands after an optimizer step. Random draws are functions of (seed, step), so no generator
     state needs saving beyond these numbers."""
 
-    step: int
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # for reading one back
+
+    step: Annotated[int, Field(gt=0)]
     """Optimizer steps done."""
-    tokens: int
+    tokens: Annotated[int, Field(ge=0)]
     """Training tokens seen, over all ranks."""
-    samples: int
+    samples: Annotated[int, Field(ge=0)]
     """Training sequences seen, over all ranks: the global sample index of the next one."""
-    seed: int
+    seed: Annotated[int, Field(ge=0)]
     data_fingerprint: str
     """Digest of data, sequence length and seed: with another one, `samples` would mean other text."""
     version: str
@@ -129,7 +133,7 @@ def list_steps(output: Path) -> list[int]:
     directory = checkpoints_directory(output)
     if not directory.is_dir():
         return []
-    matches = (_STEP_DIRECTORY.match(entry.name) for entry in directory.iterdir())
+    matches = (_STEP_DIRECTORY.match(entry.name) for entry in directory.iterdir() if entry.is_dir())
     return sorted(int(match[1]) for match in matches if match)
 
 
@@ -189,9 +193,12 @@ def _refuse_faults(path: Path, files: Mapping[str, FileRecord], with_digest: set
 
 def _read(path: Path, files: Mapping[str, FileRecord]) -> Checkpoint:
     try:
-        state = RunState(**read_json(path / STATE_FILE))
-    except TypeError:
+        state = TypeAdapter(RunState).validate_json(json.dumps(read_json(path / STATE_FILE)))
+    except ValidationError:
         raise UserError(f"{path / STATE_FILE}: not the state this version writes; use the version that did") from None
+    named = _STEP_DIRECTORY.match(path.name)
+    if named and int(named[1]) != state.step:
+        raise UserError(f"{path}: holds step {state.step}; rename it to {step_directory(Path(), state.step).name}")
     return Checkpoint(path, load_recipe(path / RECIPE_FILE), state, files)
 
 

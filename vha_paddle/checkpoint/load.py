@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,22 @@ def open_together(path: Path, mesh: Mesh) -> Checkpoint:
     Raises:
         UserError: on every rank, if one finds the checkpoint incomplete or damaged.
     """
-    checkpoint, fault = None, None
-    try:
+    with _together(mesh):
         checkpoint = open_checkpoint(path, mesh.rank, mesh.num_ranks)
+    return checkpoint
+
+
+@contextlib.contextmanager
+def _together(mesh: Mesh) -> Iterator[None]:
+    """A user's error that one rank meets is raised on all: none is left waiting, and the main rank can tell it."""
+    fault = None
+    try:
+        yield
     except UserError as error:
         fault = str(error)
     faults = [fault for fault in mesh.objects(fault) if fault is not None]
-    if checkpoint is None or faults:
+    if faults:
         raise UserError(faults[0])
-    return checkpoint
 
 
 def load_parameters(parameters: Mapping[str, paddle.Tensor], tensors: LogicalTensors, mesh: Mesh) -> None:
@@ -44,8 +52,9 @@ def load_parameters(parameters: Mapping[str, paddle.Tensor], tensors: LogicalTen
     unexpected = sorted(set(tensors).difference(*mesh.objects(list(parameters))))
     if unexpected:
         raise UserError(f"{tensors.path}: unexpected tensor {unexpected[0]}; the file belongs to another model")
-    for parameter in with_weight(list(parameters.values()), mesh):
-        _fill(parameter, parameter, tensors, info_of(parameter).name, mesh)
+    with _together(mesh):
+        for parameter in with_weight(list(parameters.values()), mesh):
+            _fill(parameter, parameter, tensors, info_of(parameter).name, mesh)
 
 
 def load_optimizer(optimizer: OptimizerState, checkpoint: Checkpoint, mesh: Mesh) -> None:
@@ -56,15 +65,16 @@ def load_optimizer(optimizer: OptimizerState, checkpoint: Checkpoint, mesh: Mesh
     """
     tensors = checkpoint.optimizer_tensors()
     slots = optimizer.slots()
-    for parameter in optimizer.parameters:
-        name = info_of(parameter).name
-        for slot, states in slots.items():
-            if name in states:  # another sharding rank owns the rest
-                _fill(states[name], parameter, tensors, f"{name}.{slot}", mesh)
-    for name, powers in optimizer.powers().items():
-        value = np.array(tensors.array(f"{name}_power"))
-        for power in powers.values():
-            power.set_value(value.reshape(power.shape))
+    with _together(mesh):
+        for parameter in optimizer.parameters:
+            name = info_of(parameter).name
+            for slot, states in slots.items():
+                if name in states:  # another sharding rank owns the rest
+                    _fill(states[name], parameter, tensors, f"{name}.{slot}", mesh)
+        for name, powers in optimizer.powers().items():
+            value = np.array(tensors.array(f"{name}_power"))
+            for power in powers.values():
+                power.set_value(value.reshape(power.shape))
 
 
 def _fill(target: Any, parameter: paddle.Tensor, tensors: LogicalTensors, name: str, mesh: Mesh) -> None:

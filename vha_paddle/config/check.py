@@ -7,6 +7,8 @@ import math
 from vha_paddle.config.schema import Model, Parallel, Recipe, VirtualHeadAttention, WSDSchedule
 from vha_paddle.errors import UserError
 
+_LARGEST_DEGREE = 10_000  # that is looked at for a remedy
+
 
 def check(recipe: Recipe) -> None:
     """Raise `UserError` for the first rule that the recipe breaks."""
@@ -76,9 +78,8 @@ def _check_pipeline(recipe: Recipe) -> None:
         interleaved = parallel.virtual_pipeline > 1
         rule = f"multiplied by parallel.virtual_pipeline={parallel.virtual_pipeline} it " * interleaved + "must divide"
         least = 3 if interleaved else 1
-        works = [
-            degree for degree in range(least, num_layers + 1) if num_layers % (degree * parallel.virtual_pipeline) == 0
-        ]
+        up_to = min(num_layers, _LARGEST_DEGREE)
+        works = [degree for degree in range(least, up_to + 1) if num_layers % (degree * parallel.virtual_pipeline) == 0]
         remedy = f"use {_nearest(works, parallel.pipeline)}" if works else "use virtual_pipeline=1"
         raise UserError(
             f"parallel.pipeline={parallel.pipeline}: {rule} model.num_hidden_layers={num_layers}, so that stages are "
@@ -114,7 +115,7 @@ def _check_tensor_parallel(model: Model, degree: int) -> None:
 
     rule = broken(degree)
     if rule is not None:
-        works = [candidate for candidate in range(1, 2 * degree) if broken(candidate) is None]
+        works = [candidate for candidate in range(1, min(2 * degree, _LARGEST_DEGREE)) if broken(candidate) is None]
         raise UserError(f"parallel.tensor={degree}: {rule}; use {_nearest(works, degree)}")
 
 
@@ -129,7 +130,7 @@ def _check_data(recipe: Recipe) -> None:
     per_microbatch = data.micro_batch_size * recipe.num_data_ranks
     if data.global_batch_size % per_microbatch:
         remedy = f"use {_multiples(data.global_batch_size, per_microbatch)}"
-        degrees = range(1, recipe.num_data_ranks)
+        degrees = range(1, min(recipe.num_data_ranks, _LARGEST_DEGREE))
         works = [ranks for ranks in degrees if data.global_batch_size % (data.micro_batch_size * ranks) == 0]
         if works:
             remedy += (
@@ -161,7 +162,7 @@ def _check_sequence_length(recipe: Recipe) -> None:
         tensor = parallel.tensor if parallel.sequence else 1
         works = [
             context
-            for context in range(1, 2 * parallel.context)
+            for context in range(1, min(2 * parallel.context, _LARGEST_DEGREE))
             if length % (tensor * (2 * context if context > 1 else 1)) == 0
         ]
         if parallel.context > 1 and works:

@@ -13,6 +13,7 @@ import paddle
 from tqdm import tqdm
 
 from vha_paddle.config import Recipe, recipe_to_yaml
+from vha_paddle.errors import UserError
 from vha_paddle.files import atomic_write
 
 METRICS_FILE = "metrics.jsonl"
@@ -26,7 +27,7 @@ class MetricsLog:
 
     def __init__(self, output: Path, resume_step: int) -> None:
         self.path = output / METRICS_FILE
-        kept = [line for line in self._existing() if json.loads(line)["step"] <= resume_step]
+        kept = [line for number, line in enumerate(self._existing(), 1) if self._step(number, line) <= resume_step]
         with atomic_write(self.path) as file:
             file.writelines(line.encode() + b"\n" for line in kept)
         self._file: TextIO = open(self.path, "a", encoding="utf-8")
@@ -37,6 +38,12 @@ class MetricsLog:
 
     def close(self) -> None:
         self._file.close()
+
+    def _step(self, number: int, line: str) -> int:
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{self.path}: line {number} is no record of a step; remove the line") from None
 
     def _existing(self) -> list[str]:
         """Whole lines of an earlier run; a line cut by a crash has no newline and is left out."""

@@ -100,7 +100,7 @@ class Trainer:
             self._fit()
 
     def _fit(self) -> None:
-        log = self._open_log() if self.mesh.is_main else None
+        log = self._open_log_together()
         try:
             while self.step < self.recipe.num_steps:
                 record = self._train_one()
@@ -194,6 +194,20 @@ class Trainer:
         load_optimizer(self.optimizer, checkpoint, self.mesh)
         self.step = checkpoint.state.step
         return changed_keys(checkpoint.recipe, self.recipe)
+
+    def _open_log_together(self) -> RunLog | None:
+        """The log on the main rank; every rank fails if it cannot be opened."""
+        log, fault = None, None
+        try:
+            log = self._open_log() if self.mesh.is_main else None
+        except UserError as error:
+            fault = str(error)
+        except OSError as error:
+            fault = f"run.output={self.output}: cannot be written ({error.strerror}); use another directory"
+        fault = self.mesh.objects(fault)[0]
+        if fault is not None:
+            raise UserError(fault)
+        return log
 
     def _open_log(self) -> RunLog:
         recipe = self.recipe
