@@ -66,6 +66,14 @@ def tiny(attention: Attention, tied: bool = False) -> Model:
 MHA_12, MQA = grouped(12, 12), grouped(16, 1)
 GQA_8, GQA_4, GQA_2 = grouped(16, 8), grouped(16, 4), grouped(16, 2)
 VHA_16, VHA_32 = vha(16, 2, rank=4), vha(32, 2, rank=8)
+MILLIONS = [  # published parameters of whole models
+    ("0.6B", GQA_8, 596.050),
+    ("1.7B", GQA_8, 1720.575),
+    ("4B", grouped(32, 8), 4022.468),
+    ("0.6B", VHA_16, 523.571),
+    ("1.7B", VHA_16, 1574.695),
+    ("4B", VHA_32, 3693.365),
+]
 TINY: dict[str, Attention] = {
     "mha": grouped(4, 4, head_dim=6),
     "gqa": grouped(8, 2, head_dim=6),
@@ -118,17 +126,7 @@ def test_postmix_adds_128_weights_to_a_layer_at_1p7b() -> None:
     assert weights["postmix_a"] + weights["postmix_b"] == 2 * 16 * 4 == 128
 
 
-@pytest.mark.parametrize(
-    ("size", "attention", "millions"),
-    [
-        ("0.6B", GQA_8, 596.050),
-        ("1.7B", GQA_8, 1720.575),
-        ("4B", grouped(32, 8), 4022.468),
-        ("0.6B", VHA_16, 523.571),
-        ("1.7B", VHA_16, 1574.695),
-        ("4B", VHA_32, 3693.365),
-    ],
-)
+@pytest.mark.parametrize(("size", "attention", "millions"), MILLIONS)
 def test_whole_models_have_the_published_parameters(size: str, attention: Attention, millions: float) -> None:
     assert round(counts.parameters(published(size, attention)).total / 1e6, 3) == millions
 

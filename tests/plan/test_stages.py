@@ -9,7 +9,7 @@ import paddle
 import pytest
 
 from tests.plan.recipes import GROUPED, VHA, small_recipe
-from tests.test_counts import GQA_8, VHA_16, VHA_32, grouped, published
+from tests.test_counts import MILLIONS, published
 from vha_paddle.config import Attention, Model, Parallel
 from vha_paddle.errors import UserError
 from vha_paddle.model.decoder import build_decoder
@@ -36,17 +36,7 @@ def test_one_process_holds_what_the_decoder_is_built_of_in_its_order(attention: 
     assert planned(model) == built(model)
 
 
-@pytest.mark.parametrize(
-    ("size", "attention", "millions"),
-    [
-        ("0.6B", GQA_8, 596.050),
-        ("1.7B", GQA_8, 1720.575),
-        ("4B", grouped(32, 8), 4022.468),
-        ("0.6B", VHA_16, 523.571),
-        ("1.7B", VHA_16, 1574.695),
-        ("4B", VHA_32, 3693.365),
-    ],
-)
+@pytest.mark.parametrize(("size", "attention", "millions"), MILLIONS)
 def test_published_shapes_are_planned_as_they_are_built(size: str, attention: Attention, millions: float) -> None:
     model = published(size, attention)
     with paddle.LazyGuard():

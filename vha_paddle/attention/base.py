@@ -32,11 +32,12 @@ class RotaryTables:
 
     def at(self, share: int) -> tuple[paddle.Tensor, paddle.Tensor]:
         """The tables of the `share` positions that this rank holds: 0 .. share - 1 without context parallelism."""
-        pieces = self.mesh.pieces(share)
         if self.mesh.context_degree > 1:
             if self._tables is None or self._tables[0].shape[0] != share:
                 tables = rope_tables(self.head_dim, self.theta, share * self.mesh.context_degree, self.dtype)
-                self._tables = [paddle.concat([table[start:stop] for start, stop in pieces]) for table in tables]
+                self._tables = [
+                    paddle.concat([table[start:stop] for start, stop in self.mesh.pieces(share)]) for table in tables
+                ]
         elif self._tables is None or self._tables[0].shape[0] < share:
             self._tables = list(rope_tables(self.head_dim, self.theta, share, self.dtype))
         cos, sin = self._tables

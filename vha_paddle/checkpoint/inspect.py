@@ -30,6 +30,7 @@ from vha_paddle.checkpoint.logical import LogicalEntry, LogicalTensors, natural_
 from vha_paddle.checkpoint.writing import OwnTensor, write_own_tensors
 from vha_paddle.errors import RunError, UserError
 from vha_paddle.files import atomic_directory
+from vha_paddle.plan.stages import assign_owners
 from vha_paddle.tensor_file import FileRecord
 
 Progress = Callable[[int], None]
@@ -150,11 +151,8 @@ def divide(sizes: dict[str, int], count: int) -> list[list[str]]:
     There is one group at least, and none is empty beside others.
     """
     groups: list[list[str]] = [[] for _ in range(max(1, min(count, len(sizes))))]
-    loads = [0] * len(groups)
-    for name in sorted(sizes, key=lambda name: -sizes[name]):
-        smallest = loads.index(min(loads))
-        groups[smallest].append(name)
-        loads[smallest] += sizes[name]
+    for name, group in zip(sizes, assign_owners(list(sizes.values()), len(groups)), strict=True):
+        groups[group].append(name)
     return [sorted(group, key=natural_key) for group in groups]
 
 

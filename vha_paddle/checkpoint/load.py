@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from vha_paddle.checkpoint.layout import Checkpoint, open_checkpoint
 from vha_paddle.checkpoint.logical import LogicalTensors
 from vha_paddle.checkpoint.save import OptimizerState
 from vha_paddle.errors import UserError
+from vha_paddle.parallel.agreement import together
 from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.parallel.ownership import with_weight
 from vha_paddle.parallel.placement import info_of
@@ -25,22 +25,9 @@ def open_together(path: Path, mesh: Mesh) -> Checkpoint:
     Raises:
         UserError: on every rank, if one finds the checkpoint incomplete or damaged.
     """
-    with _together(mesh):
+    with together(mesh):
         checkpoint = open_checkpoint(path, mesh.rank, mesh.num_ranks)
     return checkpoint
-
-
-@contextlib.contextmanager
-def _together(mesh: Mesh) -> Iterator[None]:
-    """A user's error that one rank meets is raised on all: none is left waiting, and the main rank can tell it."""
-    fault = None
-    try:
-        yield
-    except UserError as error:
-        fault = str(error)
-    faults = [fault for fault in mesh.objects(fault) if fault is not None]
-    if faults:
-        raise UserError(faults[0])
 
 
 def load_parameters(parameters: Mapping[str, paddle.Tensor], tensors: LogicalTensors, mesh: Mesh) -> None:
@@ -52,7 +39,7 @@ def load_parameters(parameters: Mapping[str, paddle.Tensor], tensors: LogicalTen
     unexpected = sorted(set(tensors).difference(*mesh.objects(list(parameters))))
     if unexpected:
         raise UserError(f"{tensors.path}: unexpected tensor {unexpected[0]}; the file belongs to another model")
-    with _together(mesh):
+    with together(mesh):
         for parameter in with_weight(list(parameters.values()), mesh):
             _fill(parameter, parameter, tensors, info_of(parameter).name, mesh)
 
@@ -65,7 +52,7 @@ def load_optimizer(optimizer: OptimizerState, checkpoint: Checkpoint, mesh: Mesh
     """
     tensors = checkpoint.optimizer_tensors()
     slots = optimizer.slots()
-    with _together(mesh):
+    with together(mesh):
         for parameter in optimizer.parameters:
             name = info_of(parameter).name
             for slot, states in slots.items():

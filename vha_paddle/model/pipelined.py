@@ -36,7 +36,7 @@ class PipelinedDecoder(nn.Layer):
             place = inner.child("embed_tokens")
             return place.vocab_embedding(config.vocab_size, config.hidden_size, init, is_tied_copy)
 
-        def head(x_BSD: paddle.Tensor, table: nn.Layer) -> paddle.Tensor:
+        def tied_head(table: nn.Layer, x_BSD: paddle.Tensor) -> paddle.Tensor:
             return paddle.matmul(mesh.enter_tensor_region(x_BSD), table.weight, transpose_y=True)
 
         tied = config.tie_word_embeddings
@@ -46,7 +46,7 @@ class PipelinedDecoder(nn.Layer):
             parts.append(Part(build, is_block=True))
         parts.append(Part(functools.partial(RMSNorm, inner.child("norm"), config.hidden_size, config.rms_norm_eps)))
         if tied:
-            parts.append(Part(functools.partial(embedding, True), tied=True, call=lambda table, x: head(x, table)))
+            parts.append(Part(functools.partial(embedding, True), tied=True, call=tied_head))
         else:
             parts.append(Part(functools.partial(_Head, config.hidden_size, config.vocab_size, init, scope)))
         self.pipeline = Pipeline(parts, mesh.cross_entropy, recipe.data.micro_batch_size, recipe.num_microbatches, mesh)

@@ -1,19 +1,33 @@
-"""A check for debugging: ranks that hold the same part of a parameter hold the same bits."""
+"""Ranks that must agree: on going on, and, when debugging, on the bits of what they all hold."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import paddle
 
-from vha_paddle.errors import RunError
+from vha_paddle.errors import RunError, UserError
 from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.parallel.ownership import with_weight
 from vha_paddle.parallel.placement import info_of
 
 Part = tuple[str, int, int]
 """Canonical name, tensor rank of the part (0 where it is whole), expert rank (0 where it is no expert's)."""
+
+
+@contextlib.contextmanager
+def together(mesh: Mesh) -> Iterator[None]:
+    """A user's error that one rank meets is raised on all: none is left waiting, and the main rank can tell it."""
+    fault = None
+    try:
+        yield
+    except UserError as error:
+        fault = str(error)
+    faults = [fault for fault in mesh.objects(fault) if fault is not None]
+    if faults:
+        raise UserError(faults[0])
 
 
 def check_agreement(parameters: Sequence[paddle.Tensor], mesh: Mesh) -> None:

@@ -98,13 +98,17 @@ class _GatherContext(PyLayer):
     @staticmethod
     def forward(ctx: Any, x_BSE: paddle.Tensor, group: Any) -> paddle.Tensor:
         ctx.group = group
-        held = [piece for rank in range(group.nranks) for piece in pieces_of(rank, group.nranks)]
+        held = _pieces_by_rank(group.nranks)
         return _reorder(_gather(x_BSE, group), [held.index(piece) for piece in range(len(held))])
 
     @staticmethod
     def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
-        held = [piece for rank in range(ctx.group.nranks) for piece in pieces_of(rank, ctx.group.nranks)]
-        return _scatter_sum(_reorder(gradient, held), ctx.group)
+        return _scatter_sum(_reorder(gradient, _pieces_by_rank(ctx.group.nranks)), ctx.group)
+
+
+def _pieces_by_rank(degree: int) -> list[int]:
+    """The pieces of a sequence in the order in which the ranks hold them."""
+    return [piece for rank in range(degree) for piece in pieces_of(rank, degree)]
 
 
 def _reorder(x_BSE: paddle.Tensor, order: list[int]) -> paddle.Tensor:

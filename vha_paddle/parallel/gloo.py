@@ -164,9 +164,7 @@ def _reduce_scatter_tensor(group: Any, out: Tensor, tensor: Tensor, op: Any = _S
         return DONE
     member, reduce = members[group], _NUMPY_OPERATION[op]
     chunks = array(tensor.contiguous()).reshape(member.size, -1)
-    for step in range(1, member.size):
-        peer = (member.rank + step) % member.size
-        member.send(peer, chunks[peer])
+    member.send_to_others(list(chunks))
     total = array(out).reshape(-1)
     np.copyto(total, chunks[member.rank])
     received = np.empty_like(total)

@@ -201,7 +201,7 @@ class Member:
 
     def exchange(self, outs: Sequence[np.ndarray], arrays: Sequence[np.ndarray]) -> None:
         """Array i goes to rank i; what rank i sends here lands in out i."""
-        self._send_to_others(arrays)
+        self.send_to_others(arrays)
         np.copyto(outs[self.rank], arrays[self.rank])
         for step in range(1, self.size):
             peer = (self.rank - step) % self.size
@@ -213,15 +213,12 @@ class Member:
         Ranks are combined in their order, so all get the same bits. Small arrays go to every rank, of large ones
         each rank combines a part and passes it on.
         """
-        if array.nbytes <= DIRECT_BYTES:
-            parts = [array] * self.size
-            self._send_to_others(parts)
-            self._combine(array, reduce)
-            return
-        parts = np.array_split(array, self.size)
-        self._send_to_others(parts)
+        direct = array.nbytes <= DIRECT_BYTES
+        parts = [array] * self.size if direct else np.array_split(array, self.size)
+        self.send_to_others(parts)
         self._combine(parts[self.rank], reduce)
-        self.exchange(parts, [parts[self.rank]] * self.size)
+        if not direct:
+            self.exchange(parts, [parts[self.rank]] * self.size)
 
     def reduce(self, array: np.ndarray, root: int, reduce: Callable[..., Any]) -> None:
         """As `all_reduce`, the result on rank `root` only; the others keep what they have."""
@@ -233,11 +230,12 @@ class Member:
     def broadcast(self, array: np.ndarray, root: int) -> None:
         """The flat `array` of rank `root` to all, in place."""
         if self.rank == root:
-            self._send_to_others([array] * self.size)
+            self.send_to_others([array] * self.size)
         else:
             self.receive(root, array)
 
-    def _send_to_others(self, arrays: Sequence[np.ndarray]) -> None:
+    def send_to_others(self, arrays: Sequence[np.ndarray]) -> None:
+        """Array i to rank i, apart from this rank's own."""
         for step in range(1, self.size):
             peer = (self.rank + step) % self.size
             self.send(peer, arrays[peer])

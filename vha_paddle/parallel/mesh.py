@@ -81,16 +81,16 @@ class Mesh:
 
     def own_positions(self, sequence_length: int) -> np.ndarray[Any, Any]:
         """Indices into a whole sequence of the positions that this rank holds."""
-        pieces = self.pieces(sequence_length // self.context_degree)
-        return np.concatenate([np.arange(start, stop) for start, stop in pieces])
+        return self._positions(sequence_length // self.context_degree)
 
     def outer_positions(self, share: int) -> np.ndarray[Any, Any]:
         """Positions of the `share` tokens that this rank holds outside the tensor region."""
         if not self.sequence:
-            return np.concatenate([np.arange(start, stop) for start, stop in self.pieces(share)])
-        pieces = self.pieces(share * self.tensor_degree)
-        inner = np.concatenate([np.arange(start, stop) for start, stop in pieces])
-        return inner[self.tensor_rank * share : (self.tensor_rank + 1) * share]
+            return self._positions(share)
+        return self._positions(share * self.tensor_degree)[self.tensor_rank * share :][:share]
+
+    def _positions(self, share: int) -> np.ndarray[Any, Any]:
+        return np.concatenate([np.arange(start, stop) for start, stop in self.pieces(share)])
 
     def gather_context(self, x_BSKH: paddle.Tensor) -> paddle.Tensor:
         """Every context rank's positions, in the order of the sequence; gradients are summed and cut back."""

@@ -16,7 +16,6 @@ from typing import Literal
 from vha_paddle.config import Recipe, VirtualHeadAttention
 from vha_paddle.counts import BYTES, heads_per_rank
 from vha_paddle.plan.activations import Sizes
-from vha_paddle.plan.schedule import schedule_of
 from vha_paddle.plan.stages import REST, LocalTensor, chunks_of, owned_tensors, stage_tensors
 
 Axis = Literal["tensor", "pipeline", "context", "data", "sharding"]
@@ -133,7 +132,6 @@ def _pipeline(recipe: Recipe, stage: int) -> Iterator[Transfer]:
     pipeline, chunks = parallel.pipeline, parallel.virtual_pipeline
     if pipeline == 1:
         return
-    schedule_of(parallel, recipe.num_microbatches)  # refuses what no schedule runs
     is_first, is_last = stage == 0, stage == pipeline - 1
     boundary = recipe.num_microbatches * sizes.outer_tokens * model.hidden_size * sizes.width
 

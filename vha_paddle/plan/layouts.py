@@ -10,7 +10,6 @@ from vha_paddle.config.check import check
 from vha_paddle.errors import UserError
 from vha_paddle.plan.cost import Plan, make_plan
 from vha_paddle.plan.gpus import GPUS_PER_NODE, Gpu
-from vha_paddle.plan.schedule import schedule_of
 
 NUM_PROPOSED = 5
 SAME_TIME = 0.15
@@ -93,7 +92,6 @@ def _with_degrees(recipe: Recipe, tensor: int, pipeline: int, context: int, repl
 def _allowed(recipe: Recipe) -> bool:
     try:
         check(recipe)
-        schedule_of(recipe.parallel, recipe.num_microbatches)
     except UserError:
         return False
     return True

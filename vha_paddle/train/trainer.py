@@ -21,7 +21,7 @@ from vha_paddle.data.tokenizer import Tokenizer
 from vha_paddle.errors import RunError, UserError
 from vha_paddle.evaluate import validation_loss
 from vha_paddle.model.pipelined import build_model
-from vha_paddle.parallel.agreement import check_agreement
+from vha_paddle.parallel.agreement import check_agreement, together
 from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.train.metrics import RunLog, measured_gemm_rate, write_resolved_recipe
 from vha_paddle.train.optimizer import Optimizer
@@ -197,17 +197,13 @@ class Trainer:
 
     def _open_log_together(self) -> RunLog | None:
         """The log on the main rank; every rank fails if it cannot be opened."""
-        log, fault = None, None
-        try:
-            log = self._open_log() if self.mesh.is_main else None
-        except UserError as error:
-            fault = str(error)
-        except OSError as error:
-            fault = f"run.output={self.output}: cannot be written ({error.strerror}); use another directory"
-        fault = self.mesh.objects(fault)[0]
-        if fault is not None:
-            raise UserError(fault)
-        return log
+        with together(self.mesh):
+            try:
+                return self._open_log() if self.mesh.is_main else None
+            except OSError as error:
+                raise UserError(
+                    f"run.output={self.output}: cannot be written ({error.strerror}); use another directory"
+                ) from None
 
     def _open_log(self) -> RunLog:
         recipe = self.recipe
