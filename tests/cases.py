@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.oracles.spec import OracleSpec, random_weights
+from tests.oracles.spec import OracleSpec
+from tests.weights import trained_weights
 from vha_paddle.config import Recipe, recipe_from_dict
 
 # Every layout must train every case as `one` does. A new layout is one row.
@@ -171,4 +172,4 @@ def batches(case: Case) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 def starting_weights(case: Case) -> dict[str, np.ndarray]:
     """Trained-size weights: at initialisation Postmix is the identity and Premix nearly so, which hides faults."""
-    return random_weights(case.spec, seed=7)
+    return trained_weights(case.recipe().model, seed=7)

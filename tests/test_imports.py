@@ -19,6 +19,7 @@ TOOLS = sorted((ROOT / "tools").glob("*.py"))
 ORDER = (
     ("errors", "files"),
     ("tensor_file", "config"),
+    ("tensors",),
     ("counts", "names"),
     ("plan",),
     ("fold",),
@@ -32,7 +33,7 @@ ORDER = (
     ("train",),
 )
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
-WITHOUT_PADDLE = {"errors", "files", "config", "counts", "names", "plan", "fold", "tensor_file"}
+WITHOUT_PADDLE = {"errors", "files", "config", "tensors", "counts", "names", "plan", "fold", "tensor_file"}
 
 
 def unit(path: Path) -> str:

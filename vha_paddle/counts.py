@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from vha_paddle.config import Attention, GroupedAttention, Model, Recipe, VirtualHeadAttention
 from vha_paddle.errors import UserError
+from vha_paddle.tensors import attention_tensors
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -72,17 +73,8 @@ def heads_per_rank(attention: Attention, tensor: int = 1) -> HeadsPerRank:
 
 def attention_parameters(model: Model, tensor: int = 1) -> dict[str, int]:
     """Parameters of one layer's attention on one rank, by tensor."""
-    attention, hidden = model.attention, model.hidden_size
-    head_dim = attention.head_dim
-    heads = heads_per_rank(attention, tensor)
-    counts = {"q_proj": hidden * heads.projected * head_dim}
-    counts["k_proj"] = counts["v_proj"] = hidden * heads.key_value_held * head_dim
-    counts["o_proj"] = heads.query * head_dim * hidden
-    counts["q_norm"] = counts["k_norm"] = head_dim
-    if isinstance(attention, VirtualHeadAttention):
-        counts["premix"] = attention.num_key_value_heads * head_dim * head_dim
-        counts["postmix_a"] = counts["postmix_b"] = heads.query * attention.postmix_rank
-    return counts
+    specs = attention_tensors(model.attention, model.hidden_size, tensor)
+    return {spec.name.removesuffix(".weight"): spec.local_size(tensor) for spec in specs}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,7 +84,7 @@ def test_numbers_are_read_as_yaml_1_2_does() -> None:
         ("model.vocab_size=4.5", "model.vocab_size=4.5: must be a valid integer; correct the value"),
         ("model.vocab_size=true", "model.vocab_size=True: must be a valid integer; correct the value"),
         ("model.tie_word_embeddings=1", "model.tie_word_embeddings=1: must be a valid boolean; correct the value"),
-        ("model.attention.kind=vhaa", "model.attention.kind=vhaa: must be one of grouped, vha; did you mean vha?"),
+        ("model.attention.kind=vhaa", "model.attention.kind=vhaa: must be one of grouped, vha, mla, mfa, gva, dcmha; did you mean vha?"),
         (
             "model.attention.kind=grouped",
             "model.attention.postmix_rank: unknown key; known here: kind, num_attention_heads, "

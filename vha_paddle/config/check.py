@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
-from vha_paddle.config.schema import Model, Parallel, Recipe, VirtualHeadAttention, WSDSchedule
+from vha_paddle.config.attention import (
+    Attention,
+    ComposedAttention,
+    GroupedAttention,
+    GroupedValueAttention,
+    VirtualHeadAttention,
+)
+from vha_paddle.config.check_model import check_model, multiples
+from vha_paddle.config.model import Model
+from vha_paddle.config.schema import Parallel, Recipe, WSDSchedule
 from vha_paddle.errors import UserError
 
 _LARGEST_DEGREE = 10_000  # that is looked at for a remedy
@@ -12,9 +22,10 @@ _LARGEST_DEGREE = 10_000  # that is looked at for a remedy
 
 def check(recipe: Recipe) -> None:
     """Raise `UserError` for the first rule that the recipe breaks."""
-    _check_model(recipe.model)
+    check_model(recipe.model)
     _check_axes(recipe.parallel)
     _check_tensor_parallel(recipe.model, recipe.parallel.tensor)
+    _check_experts(recipe)
     _check_pipeline(recipe)
     _check_data(recipe)
     _check_optimisation(recipe)
@@ -23,21 +34,6 @@ def check(recipe: Recipe) -> None:
         raise UserError(
             f"debug.check_ranks_interval={recipe.debug.check_ranks_interval}: compares ranks, so it has no effect "
             "with one; remove the key"
-        )
-
-
-def _check_model(model: Model) -> None:
-    attention = model.attention
-    if attention.num_attention_heads % attention.num_key_value_heads:
-        raise UserError(
-            f"model.attention.num_attention_heads={attention.num_attention_heads}: must be a multiple of "
-            f"model.attention.num_key_value_heads={attention.num_key_value_heads}; "
-            f"use {_multiples(attention.num_attention_heads, attention.num_key_value_heads)}"
-        )
-    if attention.head_dim % 2:
-        raise UserError(
-            f"model.attention.head_dim={attention.head_dim}: RoPE turns pairs of channels, so it must be even; "
-            f"use {attention.head_dim + 1}"
         )
 
 
@@ -57,11 +53,6 @@ def _check_axes(parallel: Parallel) -> None:
         raise UserError(
             f"parallel.sharding_stage={stage}: must be 1 with parallel.pipeline={parallel.pipeline}, which has many "
             "microbatches under way at once; use 1"
-        )
-    if parallel.expert != 1:
-        raise UserError(
-            f"parallel.expert={parallel.expert}: splits the experts of a mixture-of-experts model, and "
-            "model.architecture=qwen3 has none; use 1"
         )
     if parallel.virtual_pipeline > 1 and parallel.pipeline < 3:
         raise UserError(
@@ -97,26 +88,72 @@ def _check_pipeline(recipe: Recipe) -> None:
 
 def _check_tensor_parallel(model: Model, degree: int) -> None:
     """The split of each kind is described in its attention module."""
-    attention = model.attention
-    num_kv_heads = attention.num_key_value_heads
-    if isinstance(attention, VirtualHeadAttention):
-        heads = ("physical heads (num_attention_heads / num_key_value_heads)", attention.num_physical_heads)
-    else:
-        heads = ("model.attention.num_attention_heads", attention.num_attention_heads)
-    splits = [heads, ("model.vocab_size", model.vocab_size), ("model.intermediate_size", model.intermediate_size)]
 
     def broken(candidate: int) -> str | None:
-        for name, size in splits:
-            if size % candidate:
-                return f"must divide {name}={size}"
-        if attention.kind == "grouped" and num_kv_heads % candidate and candidate % num_kv_heads:
-            return f"must divide model.attention.num_key_value_heads={num_kv_heads} or be a multiple of it"
-        return None
+        return next((rule for rule in _tensor_rules(model, candidate)), None)
 
     rule = broken(degree)
     if rule is not None:
         works = [candidate for candidate in range(1, min(2 * degree, _LARGEST_DEGREE)) if broken(candidate) is None]
         raise UserError(f"parallel.tensor={degree}: {rule}; use {_nearest(works, degree)}")
+
+
+def _tensor_rules(model: Model, degree: int) -> Iterator[str]:
+    """What `degree` must divide and does not."""
+    sizes = {"model.vocab_size": model.vocab_size}
+    if model.experts is not None:
+        sizes["model.experts.moe_intermediate_size"] = model.experts.moe_intermediate_size
+        sizes["model.experts.shared_expert_intermediate_size"] = model.experts.shared_expert_intermediate_size
+    elif model.intermediate_size is not None:
+        sizes["model.intermediate_size"] = model.intermediate_size
+    for attention in model.attentions:
+        heads, unit = _split_heads(attention)
+        sizes[heads] = unit
+    for name, size in sizes.items():
+        if size % degree:
+            yield f"must divide {name}={size}"
+    for attention in model.attentions:
+        if isinstance(attention, GroupedAttention | GroupedValueAttention):
+            num_kv_heads = attention.num_key_value_heads
+            if num_kv_heads % degree and degree % num_kv_heads:
+                yield f"must divide model.attention.num_key_value_heads={num_kv_heads} or be a multiple of it"
+
+
+def _split_heads(attention: Attention) -> tuple[str, int]:
+    """What tensor parallelism divides of an attention kind: its name and number."""
+    if isinstance(attention, VirtualHeadAttention):
+        return "physical heads (num_attention_heads / num_key_value_heads)", attention.num_physical_heads
+    if isinstance(attention, ComposedAttention):
+        return "model.attention.num_groups", attention.num_groups
+    return "model.attention.num_attention_heads", attention.num_attention_heads
+
+
+def _check_experts(recipe: Recipe) -> None:
+    experts, parallel = recipe.model.experts, recipe.parallel
+    if experts is None:
+        if parallel.expert != 1:
+            raise UserError(
+                f"parallel.expert={parallel.expert}: splits the experts of a mixture-of-experts model, and there is no "
+                "model.experts; use 1"
+            )
+        if recipe.precision.fp8 == "experts":
+            raise UserError("precision.fp8=experts: has no effect without model.experts; use all or none")
+        return
+    if parallel.sharding % parallel.expert or experts.num_experts % parallel.expert:
+        works = [
+            degree
+            for degree in range(1, parallel.sharding + 1)
+            if parallel.sharding % degree == 0 and experts.num_experts % degree == 0
+        ]
+        raise UserError(
+            f"parallel.expert={parallel.expert}: must divide parallel.sharding={parallel.sharding} and "
+            f"model.experts.num_experts={experts.num_experts}; use {_nearest(works, parallel.expert)}"
+        )
+    if experts.capacity_factor is not None and parallel.context > 1:
+        raise UserError(
+            f"model.experts.capacity_factor={experts.capacity_factor}: is counted per sequence, of which a rank holds "
+            f"a part with parallel.context={parallel.context}; use context=1 or remove the key"
+        )
 
 
 def _check_data(recipe: Recipe) -> None:
@@ -126,10 +163,16 @@ def _check_data(recipe: Recipe) -> None:
             f"data.sequence_length={data.sequence_length}: must not exceed "
             f"model.max_position_embeddings={model.max_position_embeddings}; raise the latter"
         )
+    sliding = model.sliding_window
+    if sliding is not None and sliding.window >= data.sequence_length:
+        raise UserError(
+            f"model.sliding_window.window={sliding.window}: has no effect on sequences of data.sequence_length="
+            f"{data.sequence_length}; use a smaller one or remove model.sliding_window"
+        )
     _check_sequence_length(recipe)
     per_microbatch = data.micro_batch_size * recipe.num_data_ranks
     if data.global_batch_size % per_microbatch:
-        remedy = f"use {_multiples(data.global_batch_size, per_microbatch)}"
+        remedy = f"use {multiples(data.global_batch_size, per_microbatch)}"
         degrees = range(1, min(recipe.num_data_ranks, _LARGEST_DEGREE))
         works = [ranks for ranks in degrees if data.global_batch_size % (data.micro_batch_size * ranks) == 0]
         if works:
@@ -158,7 +201,7 @@ def _check_sequence_length(recipe: Recipe) -> None:
     multiple = math.prod(factor for factor, _ in factors)
     if length % multiple:
         rule = " times ".join(reason for _, reason in factors)
-        remedy = f"use {_multiples(length, multiple)}"
+        remedy = f"use {multiples(length, multiple)}"
         tensor = parallel.tensor if parallel.sequence else 1
         works = [
             context
@@ -180,7 +223,7 @@ def _check_optimisation(recipe: Recipe) -> None:
             f"schedule.warmup_tokens={schedule.warmup_tokens}: warmup and decay together exceed "
             f"schedule.total_tokens={schedule.total_tokens}; shorten one"
         )
-    has_maps = isinstance(recipe.model.attention, VirtualHeadAttention)
+    has_maps = recipe.model.has_maps
     if has_maps and optim.decay_target is None:
         raise UserError(
             "optim.decay_target=null: model.attention.kind=vha needs to know where decay pulls Premix and Postmix; "
@@ -191,10 +234,22 @@ def _check_optimisation(recipe: Recipe) -> None:
             f"optim.decay_target={optim.decay_target}: has no effect with model.attention.kind="
             f"{recipe.model.attention.kind}; remove the key"
         )
+    if optim.decay_target == "identity":
+        for attention in recipe.model.attentions:
+            if isinstance(attention, VirtualHeadAttention) and attention.projected_head_dim != attention.head_dim:
+                raise UserError(
+                    "optim.decay_target=identity: there is no identity between model.attention.physical_head_dim="
+                    f"{attention.physical_head_dim} and head_dim={attention.head_dim}; use zero or none"
+                )
 
 
 def _check_logging(recipe: Recipe) -> None:
     logging = recipe.logging
+    if logging.maps_interval is not None and not recipe.model.has_maps:
+        raise UserError(
+            f"logging.maps_interval={logging.maps_interval}: has no effect with model.attention.kind="
+            f"{recipe.model.attention.kind}, which has no maps; remove the key"
+        )
     if logging.eval_interval is not None and recipe.data.validation is None:
         raise UserError(
             f"logging.eval_interval={logging.eval_interval}: has no effect without data.validation; "
@@ -209,12 +264,6 @@ def _check_logging(recipe: Recipe) -> None:
             f"logging.wandb_project={logging.wandb_project}: has no effect with logging.wandb=off; "
             "use offline or online, or remove the key"
         )
-
-
-def _multiples(value: int, unit: int) -> str:
-    """The multiples of `unit` on either side of `value`."""
-    below = value // unit * unit
-    return f"{below} or {below + unit}" if below else f"{unit}"
 
 
 def _nearest(works: list[int], degree: int) -> str:

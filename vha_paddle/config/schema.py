@@ -6,28 +6,20 @@ tokens per step) are properties, never fields, so they cannot disagree.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import Field
 
-
-def _integral(value: Any) -> Any:
-    """Let token counts be written `50e9`: YAML reads that as a float."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Positive = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Tokens = Annotated[int, BeforeValidator(_integral), Field(gt=0)]
-TokensOrZero = Annotated[int, BeforeValidator(_integral), Field(ge=0)]
-
-
-class Section(BaseModel):
-    """Strict (no conversions between types), closed (no unknown keys), immutable."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
+from vha_paddle.config.fields import (
+    Fraction,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+    Tokens,
+    TokensOrZero,
+)
+from vha_paddle.config.model import Model
 
 
 class Run(Section):
@@ -37,84 +29,9 @@ class Run(Section):
     """Seed of initialisation, data order and dropout. Two runs that differ in it differ in all three."""
     output: str
     """Directory of checkpoints, metrics and the resolved recipe. Relative paths start where the command runs."""
-
-
-class GroupedAttention(Section):
-    """Multi-head, multi-query and grouped-query attention: one class, told apart by the head counts."""
-
-    kind: Literal["grouped"]
-    num_attention_heads: Positive
-    """Query heads N."""
-    num_key_value_heads: Positive
-    """Key/value heads K: N is MHA, 1 is MQA."""
-    head_dim: Positive
-    """Width H of a head."""
-
-    @property
-    def query_group_size(self) -> int:
-        """Query heads that read one KV head, N / K."""
-        return self.num_attention_heads // self.num_key_value_heads
-
-
-class VirtualHeadAttention(Section):
-    """Virtual head attention (VHA). `num_attention_heads` counts the virtual heads: what is served."""
-
-    kind: Literal["vha"]
-    num_attention_heads: Positive
-    """Virtual query heads N = P * K. The physical heads are P = N / K."""
-    num_key_value_heads: Positive
-    """Key/value heads K, one Premix each."""
-    head_dim: Positive
-    """Width H of a head."""
-    postmix_rank: Positive
-    """Rank R of Postmix, M = I + B A^T. The paper uses N / 4; N or more is full rank."""
-    premix_init: Literal["scaled", "unscaled"] = "scaled"
-    """Premix starts at I + noise * normal: `scaled` divides the noise by sqrt(head_dim) (upstream's code and the
-    paper's Figure 2, ||W-I||_F = 1.13 at 128), `unscaled` does not (the paper's Table 12, 12.8)."""
-    premix_init_noise: NonNegativeFloat = 0.1
-    """The noise factor of `premix_init`."""
-    postmix_init_std: PositiveFloat = 0.01
-    """Standard deviation of A at the start. B starts at zero, so Postmix starts as the identity."""
-    postmix_space: Literal["activation", "weight"] = "activation"
-    """Where training applies Postmix: to the heads' outputs, or to W_O once per forward pass. The same function and
-    gradients; `weight` saves no activation and adds no communication per token under tensor parallelism."""
-
-    @property
-    def num_physical_heads(self) -> int:
-        """Query heads P that W_Q projects to; Premix makes K virtual heads of each."""
-        return self.num_attention_heads // self.num_key_value_heads
-
-    @property
-    def query_group_size(self) -> int:
-        """Virtual query heads that read one KV head: the physical heads, P."""
-        return self.num_physical_heads
-
-
-Attention = Annotated[GroupedAttention | VirtualHeadAttention, Field(discriminator="kind")]
-
-
-class Model(Section):
-    architecture: Literal["qwen3"] = "qwen3"
-    """Decoder of the Qwen3 architecture: RMSNorm, QK-norm, RoPE, SwiGLU, no biases."""
-    vocab_size: Positive
-    """Rows V of the embedding; at least the tokenizer's vocabulary."""
-    hidden_size: Positive
-    """Width D of the residual stream."""
-    intermediate_size: Positive
-    """Width F of the MLP."""
-    num_hidden_layers: Positive
-    max_position_embeddings: Positive = 40960
-    """Longest sequence the exported model promises to serve (tokens)."""
-    rms_norm_eps: PositiveFloat = 1e-6
-    rope_theta: PositiveFloat = 1e6
-    initializer_range: PositiveFloat = 0.02
-    """Standard deviation of every projection and of the embedding at the start."""
-    tie_word_embeddings: bool
-    """Use the embedding as the output projection."""
-    hidden_dropout: Fraction = 0.0
-    """Share of each attention and MLP output that is dropped before it joins the residual stream, in training. Which
-    values are dropped follows from run.seed, layer, sample, position and channel, so it is alike in every layout."""
-    attention: Attention
+    start_from: str | None = None
+    """A checkpoint, or a run directory whose newest one is taken, of a model of the same shape: the run starts from
+    its weights, with a fresh optimizer and its own data order. None starts from random weights."""
 
 
 class Data(Section):
@@ -190,12 +107,18 @@ class Parallel(Section):
     """Ranks that split the sequence; each holds two pieces of it, an early and a late one, so that causal attention
     costs all of them the same."""
     expert: Positive = 1
+    """Ranks that hold different experts and exchange tokens: neighbours on the sharding axis, so the degree must
+    divide `sharding` and takes no ranks of its own."""
 
 
 class Precision(Section):
     compute: Literal["float32", "bfloat16"] = "float32"
     """Dtype of weights and activations. AdamW keeps float32 master weights where this is lower. Paddle has no
     bfloat16 kernels on CPU."""
+    fp8: Literal["none", "experts", "all"] = "none"
+    """GEMMs whose factors are rounded to E4M3 in blocks, as DeepSeek-V3: of the `experts`, or of `all` projections of
+    attention and feed-forward. Embedding, head, router, norms, the attention core and VHA's maps stay in `compute`.
+    Kernels on a GPU; on a CPU the same rounding is emulated."""
 
 
 class Memory(Section):
@@ -221,6 +144,9 @@ class Logging(Section):
     """Optimizer steps between console lines. metrics.jsonl gets every step."""
     eval_interval: Positive | None = None
     """Optimizer steps between evaluations; the last step is always evaluated where there is validation data."""
+    maps_interval: Positive | None = None
+    """Optimizer steps between records of VHA's maps, per layer: distance from the identity, divergence between the
+    groups, effective rank and largest singular value of B A^T, off-diagonal share of M."""
     eval_sequences: Positive = 64
     """Validation sequences per evaluation, the same ones each time."""
     wandb: Literal["off", "offline", "online"] = "off"

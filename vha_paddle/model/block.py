@@ -19,7 +19,11 @@ class BatchContext:
     """What the blocks of a model share: the rotary tables, and which sequences are being run."""
 
     def __init__(self, config: Model, scope: Scope) -> None:
-        self.rope = RotaryTables(config.attention.head_dim, config.rope_theta, scope.dtype, scope.mesh)
+        self.rope = {
+            attention.rope_dim: RotaryTables(attention.rope_dim, config.rope_theta, scope.dtype, scope.mesh)
+            for attention in config.attentions
+        }
+        """By the number of channels that they turn."""
         self.samples_B = np.zeros(0, np.int64)
         """Indices of the microbatch's sequences among all of the run; dropout is a function of them."""
 
@@ -27,13 +31,15 @@ class BatchContext:
 class Block(nn.Layer):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: Model, scope: Scope, context: BatchContext) -> None:
+    def __init__(self, config: Model, layer: int, scope: Scope, context: BatchContext) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
+        attention = config.attention_of(layer)
+        self.rope = context.rope[attention.rope_dim]
         self.context, self.mesh = context, scope.mesh
         self.input_layernorm = RMSNorm(scope.child("input_layernorm"), width, eps)
-        self.self_attn = REGISTRY[config.attention.kind](
-            width, config.attention, eps, config.initializer_range, scope.child("self_attn")
+        self.self_attn = REGISTRY[attention.kind](
+            width, attention, eps, config.initializer_range, scope.child("self_attn")
         )
         self.post_attention_layernorm = RMSNorm(scope.child("post_attention_layernorm"), width, eps)
         self.mlp = MLP(width, config.intermediate_size, config.initializer_range, scope.child("mlp"))
@@ -45,7 +51,7 @@ class Block(nn.Layer):
         samples_B = self.context.samples_B  # held by the closure: backward may come when other samples are being run
 
         def run(x_BSD: paddle.Tensor) -> paddle.Tensor:
-            attended_BSD = self.self_attn(self.input_layernorm(x_BSD), self.context.rope)
+            attended_BSD = self.self_attn(self.input_layernorm(x_BSD), self.rope)
             x_BSD = x_BSD + self._dropout(attended_BSD, self.dropout_keys[0], samples_B)
             mixed_BSD = self.mlp(self.post_attention_layernorm(x_BSD))
             return x_BSD + self._dropout(mixed_BSD, self.dropout_keys[1], samples_B)

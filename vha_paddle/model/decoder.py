@@ -30,7 +30,8 @@ class Decoder(nn.Layer):
         self.context = BatchContext(config, scope)
         self.embed_tokens = inner.child("embed_tokens").vocab_embedding(config.vocab_size, config.hidden_size, init)
         self.layers = nn.LayerList(
-            Block(config, inner.child("layers").child(index), self.context) for index in range(config.num_hidden_layers)
+            Block(config, index, inner.child("layers").child(index), self.context)
+            for index in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(inner.child("norm"), config.hidden_size, config.rms_norm_eps)
         self.lm_head: nn.Layer | None = None

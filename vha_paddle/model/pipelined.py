@@ -42,7 +42,7 @@ class PipelinedDecoder(nn.Layer):
         tied = config.tie_word_embeddings
         parts = [Part(functools.partial(embedding, False), tied=tied)]
         for index in range(config.num_hidden_layers):
-            build = functools.partial(Block, config, inner.child("layers").child(index), self.context)
+            build = functools.partial(Block, config, index, inner.child("layers").child(index), self.context)
             parts.append(Part(build, is_block=True))
         parts.append(Part(functools.partial(RMSNorm, inner.child("norm"), config.hidden_size, config.rms_norm_eps)))
         if tied:
