@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from tests.oracles.moe import MoESpec, RouterMemory
 from tests.oracles.spec import OracleSpec
 from tests.weights import trained_weights
-from vha_paddle.config import Recipe, recipe_from_dict
+from vha_paddle.config import GroupedAttention, MixtureOfExperts, Recipe, VirtualHeadAttention, recipe_from_dict
 
 # Every layout must train every case as `one` does. A new layout is one row.
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -38,6 +39,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "context_2": {"context": 2},
     "tensor_2_sequence_context_2": {"tensor": 2, "sequence": True, "context": 2},
     "context_2_sharding_2": {"context": 2, "sharding": 2},
+    "sharding_2_expert_2": {"sharding": 2, "expert": 2},
+    "sharding_4_expert_2": {"sharding": 4, "expert": 2},
+    "sharding_2_stage_3_expert_2": {"sharding": 2, "sharding_stage": 3, "expert": 2},
+    "data_2_sharding_2_expert_2": {"data": 2, "sharding": 2, "expert": 2},
+    "tensor_2_sharding_2_expert_2": {"tensor": 2, "sharding": 2, "expert": 2},
+    "pipeline_2_sharding_2_expert_2": {"pipeline": 2, "sharding": 2, "expert": 2},
+    "context_2_sharding_2_expert_2": {"context": 2, "sharding": 2, "expert": 2},
 }
 # Sequences of a microbatch where a layout needs another number of them. Interleaving takes 8 microbatches on 4 stages.
 MICRO_BATCHES = {"pipeline_4_virtual_2": 1}
@@ -62,46 +70,69 @@ ADAM_EPS = 1e-6
 class Case:
     name: str
     attention: dict[str, Any]
+    """Keys of `model.attention`; head_dim is HEAD_DIM unless given, and null takes it out."""
     tied: bool
     decay_target: str | None = None
     layers: int = 2
     dropout: float = 0.0
     recompute: str = "none"
+    layouts: tuple[str, ...] | None = None
+    """The layouts beside `one` that this case is run under, in float64 only; None is all. The whole matrix is costly,
+    and a variant of an attention or a feed-forward needs the layouts that cut it."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """Keys of the `model` section beside those above, or in their place."""
+    fp8: str = "none"
+
+    @property
+    def has_oracle(self) -> bool:
+        """Whether `spec` describes the whole model."""
+        sections = self.recipe().model
+        kinds = {attention.kind for attention in sections.attentions}
+        return kinds <= {"grouped", "vha"} and sections.experts is None and self.fp8 == "none"
 
     @property
     def dtypes(self) -> tuple[str, ...]:
         """Float64 proves the arithmetic; float32 is run where the model is trained as most are, to save time."""
-        is_plain = self.layers == 2 and self.dropout == 0 and self.recompute == "none"
+        is_plain = self.layers == 2 and self.dropout == 0 and self.recompute == "none" and self.layouts is None
         return ("float32", "float64") if is_plain else ("float64",)
 
     def fits(self, layout: str) -> bool:
-        """Whether the layers divide among the pipeline stages; the deep models are for pipelines and cost time."""
+        """Whether the case is run under a layout. Layers must divide among the stages; deep models cost time."""
         degrees = LAYOUTS[layout]
-        if self.layers > 2 and layout != "one" and "pipeline" not in degrees:
+        if self.layouts is not None and layout not in ("one", *self.layouts):
+            return False
+        if "expert" in degrees and "experts" not in self.model:
+            return False
+        if self.layouts is None and self.layers > 2 and layout != "one" and "pipeline" not in degrees:
             return False
         return self.layers % (degrees.get("pipeline", 1) * degrees.get("virtual_pipeline", 1)) == 0
 
     @property
     def spec(self) -> OracleSpec:
         """The same model, for the numpy oracle."""
-        is_vha = self.attention["kind"] == "vha"
-        return OracleSpec(
-            kind=self.attention["kind"],
-            hidden_size=HIDDEN,
-            num_attention_heads=self.attention["num_attention_heads"],
-            num_key_value_heads=self.attention["num_key_value_heads"],
-            head_dim=HEAD_DIM,
-            premix=is_vha,
-            postmix_rank=self.attention["postmix_rank"] if is_vha else 0,
+        model = self.recipe().model
+        spec = replace(
+            oracle_attention(model.attention, HIDDEN, ROPE_THETA),
             num_hidden_layers=self.layers,
             intermediate_size=INTERMEDIATE,
             vocab_size=VOCAB,
             tie_word_embeddings=self.tied,
-            rope_theta=ROPE_THETA,
+            experts=None if model.experts is None else oracle_experts(model.experts),
         )
+        hybrid = model.sliding_window
+        if hybrid is None:
+            return spec
+        sliding = oracle_attention(hybrid.attention or model.attention, HIDDEN, ROPE_THETA, hybrid.window)
+        return replace(spec, sliding=sliding, full_every=hybrid.full_every)
+
+    def fresh_routers(self) -> list[RouterMemory]:
+        """What the routers of the oracle know before the first step."""
+        experts = self.spec.experts
+        return [] if experts is None else [RouterMemory.fresh(experts) for _ in range(self.layers)]
 
     def recipe(self, layout: str = "one") -> Recipe:
         """A recipe of this model under one of `LAYOUTS`; clipping is active at every step."""
+        attention = {"head_dim": HEAD_DIM, **self.attention}
         return recipe_from_dict(
             {
                 "run": {"name": self.name, "seed": 5, "output": "unused"},
@@ -113,7 +144,8 @@ class Case:
                     "hidden_dropout": self.dropout,
                     "rope_theta": ROPE_THETA,
                     "tie_word_embeddings": self.tied,
-                    "attention": {"head_dim": HEAD_DIM, **self.attention},
+                    "attention": {key: value for key, value in attention.items() if value is not None},
+                    **self.model,
                 },
                 "data": {
                     "train": "unused",
@@ -126,9 +158,50 @@ class Case:
                 "schedule": {"kind": "cosine", "total_tokens": 1000, "warmup_tokens": 0, "min_lr": 0.0},
                 "parallel": LAYOUTS[layout],
                 "memory": {"recompute": self.recompute},
+                "precision": {"fp8": self.fp8},
             },
             source=self.name,
         )
+
+
+def oracle_attention(
+    attention: GroupedAttention | VirtualHeadAttention, hidden_size: int, rope_theta: float, window: int | None = None
+) -> OracleSpec:
+    """The same attention, for the numpy oracle."""
+    spec = OracleSpec(
+        kind="grouped",
+        hidden_size=hidden_size,
+        num_attention_heads=attention.num_attention_heads,
+        num_key_value_heads=attention.num_key_value_heads,
+        head_dim=attention.head_dim,
+        rope_theta=rope_theta,
+        window=window,
+    )
+    if not isinstance(attention, VirtualHeadAttention):
+        return replace(spec, gate="before_postmix" if attention.output_gate else "none")
+    return replace(
+        spec,
+        kind="vha",
+        premix=attention.premix != "none",
+        premix_silu=attention.premix == "silu",
+        physical_head_dim=attention.physical_head_dim,
+        postmix_rank=attention.postmix_rank or 0,
+        postmix_silu=attention.postmix == "silu",
+        gate=attention.output_gate,
+    )
+
+
+def oracle_experts(experts: MixtureOfExperts) -> MoESpec:
+    """The same mixture, for the numpy oracle."""
+    return MoESpec(
+        num_experts=experts.num_experts,
+        num_experts_per_tok=experts.num_experts_per_tok,
+        norm_topk_prob=experts.norm_topk_prob,
+        aux_coefficient=experts.router_aux_loss_coef,
+        z_coefficient=experts.router_z_loss_coef,
+        bias_rate=experts.router_bias_update_rate,
+        capacity_factor=experts.capacity_factor,
+    )
 
 
 def _grouped(num_query: int, num_kv: int) -> dict[str, Any]:
@@ -145,6 +218,58 @@ def _vha(num_virtual: int, num_kv: int, rank: int, postmix_space: str = "activat
     }
 
 
+def _mla(q_lora_rank: int | None) -> dict[str, Any]:
+    return {
+        "kind": "mla",
+        "num_attention_heads": 4,
+        "head_dim": None,
+        "kv_lora_rank": 10,
+        "q_lora_rank": q_lora_rank,
+        "qk_nope_head_dim": 5,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 7,
+    }
+
+
+def _gva(num_query: int, num_value: int) -> dict[str, Any]:
+    return _grouped(num_query, num_value) | {"kind": "gva", "qk_rope_head_dim": 4}
+
+
+def _dcmha(num_heads: int, num_groups: int, rank: int) -> dict[str, Any]:
+    sizes = {"num_attention_heads": num_heads, "num_groups": num_groups, "compose_rank": rank}
+    return {"kind": "dcmha", **sizes}
+
+
+def _experts(num_experts: int, per_token: int, width: int, **changes: Any) -> dict[str, Any]:
+    """The balancing loss weighs so much that a fault in it shows."""
+    sizes = {"num_experts": num_experts, "num_experts_per_tok": per_token, "moe_intermediate_size": width}
+    return {"intermediate_size": None, "experts": {"router_aux_loss_coef": 0.1, **sizes, **changes}}
+
+
+def _hybrid(window: int, attention: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Every other layer slides, the first of them."""
+    section = {"window": window, "full_every": 2}
+    return {"sliding_window": section | ({"attention": {"head_dim": HEAD_DIM, **attention}} if attention else {})}
+
+
+# What cuts an attention: its heads, its sequence, its layers, and heads and sequence together.
+ATTENTION_LAYOUTS = (
+    "tensor_2",
+    "tensor_4",
+    "tensor_2_sequence",
+    "context_2",
+    "pipeline_2",
+    "tensor_2_sequence_context_2",
+)
+# What cuts experts, and what cuts the tokens that are counted.
+EXPERT_LAYOUTS = (
+    "tensor_2",
+    "tensor_2_sequence",
+    "data_2",
+    "pipeline_2",
+    "context_2",
+    *(layout for layout, degrees in LAYOUTS.items() if "expert" in degrees),
+)
 CASES = (
     Case("vha_2_groups_tied", _vha(8, 2, 3), tied=True, decay_target="identity"),
     Case("vha_3_groups_untied", _vha(12, 3, 2), tied=False, decay_target="zero"),
@@ -159,6 +284,119 @@ CASES = (
     Case("gqa_dropout", _grouped(8, 2), tied=True, dropout=0.3),
     Case("vha_8_layers", _vha(8, 2, 3), tied=True, decay_target="identity", layers=8, dropout=0.1),
     Case("gqa_8_layers_untied", _grouped(8, 2), tied=False, layers=8),
+    Case(
+        "vha_silu_premix_gate_before_postmix_in_weight_space",
+        _vha(8, 2, 3, "weight") | {"premix": "silu", "output_gate": "before_postmix"},
+        tied=True,
+        decay_target="identity",
+        layouts=ATTENTION_LAYOUTS,
+    ),
+    Case(
+        "vha_silu_postmix_gate_after_it",
+        _vha(8, 2, 3) | {"postmix": "silu", "output_gate": "after_postmix"},
+        tied=False,
+        decay_target="zero",
+        recompute="selective",
+        layouts=ATTENTION_LAYOUTS,
+    ),
+    Case(
+        "vha_premix_only_from_narrow_heads",
+        _vha(8, 2, 3) | {"postmix": "none", "postmix_rank": None, "physical_head_dim": 4, "premix_init": "orthogonal"},
+        tied=True,
+        decay_target="zero",
+        layouts=ATTENTION_LAYOUTS,
+    ),
+    Case(
+        "vha_silu_postmix_only",
+        _vha(8, 2, 3) | {"premix": "none", "postmix": "silu"},
+        tied=False,
+        decay_target="identity",
+        layouts=ATTENTION_LAYOUTS,
+    ),
+    Case(
+        "hybrid_vha_full_gqa_sliding",
+        _vha(8, 2, 3) | {"output_gate": "before_postmix"},
+        tied=True,
+        decay_target="identity",
+        model=_hybrid(3, _grouped(4, 4) | {"head_dim": 4}),
+        layouts=ATTENTION_LAYOUTS,
+    ),
+    Case(
+        "gqa_gate_full_and_sliding",
+        _grouped(8, 2) | {"output_gate": True},
+        tied=True,
+        model=_hybrid(4),
+        layouts=ATTENTION_LAYOUTS,
+    ),
+    Case("mla", _mla(14), tied=True, layouts=ATTENTION_LAYOUTS),
+    Case("mla_queries_projected", _mla(None), tied=False, recompute="selective", layouts=ATTENTION_LAYOUTS),
+    Case(
+        "mfa",
+        {"kind": "mfa", "num_attention_heads": 4, "q_lora_rank": 14},
+        tied=True,
+        recompute="selective",
+        layouts=ATTENTION_LAYOUTS,
+    ),
+    Case("gva", _gva(8, 4), tied=True, layouts=ATTENTION_LAYOUTS),
+    Case(
+        "gva_fewer_value_heads_than_ranks",
+        _gva(8, 2),
+        tied=False,
+        recompute="selective",
+        layouts=ATTENTION_LAYOUTS,
+    ),
+    Case("dcmha", _dcmha(8, 4, 2), tied=True, layouts=ATTENTION_LAYOUTS),
+    Case("dcmha_wide_groups", _dcmha(12, 4, 1), tied=False, recompute="selective", layouts=ATTENTION_LAYOUTS),
+    Case(
+        "moe_vha_tied",
+        _vha(8, 2, 3),
+        tied=True,
+        decay_target="identity",
+        layouts=EXPERT_LAYOUTS,
+        model=_experts(6, 2, 10),
+    ),
+    Case(
+        "moe_shared_expert_bias_z_loss",
+        _grouped(8, 2),
+        tied=False,
+        layouts=EXPERT_LAYOUTS,
+        model=_experts(
+            8,
+            3,
+            6,
+            norm_topk_prob=False,
+            shared_expert_intermediate_size=8,
+            router_z_loss_coef=0.01,
+            router_bias_update_rate=0.05,
+        ),
+    ),
+    Case(
+        "moe_recompute_full",
+        _vha(8, 2, 3),
+        tied=True,
+        decay_target="zero",
+        dropout=0.1,
+        recompute="full",
+        layouts=("tensor_2_sharding_2_expert_2", "pipeline_2_sharding_2_expert_2", "sharding_2_stage_3_expert_2"),
+        model=_experts(6, 2, 10),
+    ),
+    Case(
+        "moe_capacity",
+        _grouped(4, 4),
+        tied=True,
+        layouts=("tensor_2_sequence", "sharding_2_expert_2", "tensor_2_sharding_2_expert_2"),
+        model=_experts(6, 2, 10, capacity_factor=1.0),
+    ),
+    Case(
+        # sizes of which every tensor rank has whole tiles; the ranks of the other axes share out whole microbatches
+        "gqa_fp8",
+        _grouped(4, 2) | {"head_dim": 128},
+        tied=False,
+        model={"hidden_size": 160, "intermediate_size": 256},
+        fp8="all",
+        recompute="full",
+        layouts=("tensor_2", "tensor_2_sequence", "pipeline_2", "sharding_2_stage_3"),
+    ),
 )
 
 

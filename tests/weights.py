@@ -5,14 +5,20 @@ from __future__ import annotations
 import numpy as np
 
 from tests.oracles.spec import PREMIX_DEPARTURE
-from vha_paddle.config import Model
-from vha_paddle.tensors import TensorSpec, model_tensors
+from vha_paddle.config import Attention, Model
+from vha_paddle.tensors import TensorSpec, attention_tensors, model_tensors
 
 
 def trained_weights(model: Model, seed: int) -> dict[str, np.ndarray]:
     """Every tensor of a model under its canonical name, float64."""
     generator = np.random.default_rng(seed)
     return {spec.name: _trained(spec, generator) for spec in model_tensors(model)}
+
+
+def trained_attention(attention: Attention, hidden_size: int, seed: int) -> dict[str, np.ndarray]:
+    """The tensors of one `self_attn` under their names in it, float64."""
+    generator = np.random.default_rng(seed)
+    return {spec.name: _trained(spec, generator) for spec in attention_tensors(attention, hidden_size)}
 
 
 def _trained(spec: TensorSpec, generator: np.random.Generator) -> np.ndarray:

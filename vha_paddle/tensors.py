@@ -195,15 +195,19 @@ def _gva(attention: GroupedValueAttention, D: int, tensor: int) -> Iterator[Tens
 def _dcmha(attention: ComposedAttention, D: int, tensor: int) -> Iterator[TensorSpec]:
     N, H, G, R = attention.num_attention_heads, attention.head_dim, attention.num_groups, attention.compose_rank
     heads = N // G
+    factors = 2 * R * heads
     for stage in ("pre", "post"):
         yield TensorSpec(name=f"{stage}_compose", shape=(G, heads, heads), held="split")
+    # of each token, four times (queries' and keys', before and after softmax): two factors [R, heads] by way of a
+    # hidden layer of the same size, and a diagonal [heads]
+    yield TensorSpec(name="compose_factors", shape=(G, 4, factors, factors), held="split")
     yield _linear("q_proj", D, N * H)
     yield _linear("k_proj", D, N * H)
     yield _linear("v_proj", D, N * H)
     yield _gain("q_norm", H)
     yield _gain("k_norm", H)
-    # of each token: for queries and for keys, before and after softmax, two factors [heads, R] and a diagonal [heads]
-    yield _linear("compose_proj", D, G * 4 * heads * (2 * R + 1))
+    yield _linear("compose_proj", D, G * 4 * factors)
+    yield _linear("diagonal_proj", D, G * 4 * heads)
     yield _linear("o_proj", N * H, D)
 
 

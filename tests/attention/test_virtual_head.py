@@ -5,62 +5,82 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import paddle
 import pytest
 from paddle import nn
 
+from tests.attention.layer_checks import HIDDEN, THETA, assert_causal, assert_layer_equals_oracle
+from tests.cases import oracle_attention
 from tests.oracles.attention import attention_backward, attention_forward
-from tests.oracles.spec import OracleSpec, random_attention_weights
-from tests.tolerances import FLOAT64, assert_close
+from tests.tolerances import FLOAT32, assert_close
 from vha_paddle import GroupedAttention, RotaryTables, SelfAttentionGrouped, SelfAttentionVHA, VirtualHeadAttention
+from vha_paddle.parallel.init import Orthogonal
 
 ROOT = Path(__file__).resolve().parents[2]
-HIDDEN, HEAD_DIM, THETA = 10, 6, 50.0
+HEAD_DIM = 6
 CONFIG = VirtualHeadAttention(
     kind="vha", num_attention_heads=6, num_key_value_heads=2, head_dim=HEAD_DIM, postmix_rank=2
 )
-SPEC = OracleSpec(
-    kind="vha",
-    hidden_size=HIDDEN,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=HEAD_DIM,
-    premix=True,
-    postmix_rank=2,
-    rope_theta=THETA,
-)
+# Each way to the two maps, the gate in both places, physical heads of both widths, with and without a window.
+VARIANTS = {
+    "linear": {},
+    "SiLU after Premix": {"premix": "silu"},
+    "SiLU inside Postmix": {"postmix": "silu"},
+    "Premix only": {"postmix": "none", "postmix_rank": None},
+    "Postmix only": {"premix": "none"},
+    "Postmix only, with SiLU": {"premix": "none", "postmix": "silu"},
+    "narrow physical heads": {"physical_head_dim": 4, "premix_init": "orthogonal"},
+    "wide physical heads": {"physical_head_dim": 9, "premix_init": "orthogonal", "premix": "silu"},
+    "gate before Postmix": {"output_gate": "before_postmix"},
+    "gate after Postmix": {"output_gate": "after_postmix"},
+    "gate after Postmix with SiLU": {"output_gate": "after_postmix", "premix": "silu", "postmix": "silu"},
+    "gate without Postmix": {"output_gate": "before_postmix", "postmix": "none", "postmix_rank": None},
+    "weight space": {"postmix_space": "weight"},
+    "weight space, gate before": {"postmix_space": "weight", "output_gate": "before_postmix"},
+}
 
 
-@pytest.fixture
-def float64() -> None:
-    """The layer alone takes Paddle's default dtype, as any Paddle layer does."""
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_output_and_gradients_equal_the_oracle(variant: dict[str, Any], recompute: str, window: int | None) -> None:
+    config = VirtualHeadAttention(**CONFIG.model_dump() | variant)
+    spec = oracle_attention(config, HIDDEN, THETA, window)
+    assert_layer_equals_oracle(config, attention_forward, attention_backward, spec, recompute, window=window)
+
+
+def test_a_later_token_leaves_earlier_outputs_bit_equal() -> None:
+    assert_causal(CONFIG)
+
+
+def test_the_layer_alone_takes_paddles_default_dtype() -> None:
     outer = paddle.get_default_dtype()
     paddle.set_default_dtype("float64")
-    yield
-    paddle.set_default_dtype(outer)
+    try:
+        assert {parameter.dtype for parameter in SelfAttentionVHA(HIDDEN, CONFIG).parameters()} == {paddle.float64}
+    finally:
+        paddle.set_default_dtype(outer)
 
 
-def test_output_and_gradients_equal_the_oracle(float64: None) -> None:
-    layer = SelfAttentionVHA(HIDDEN, CONFIG)
-    weights = random_attention_weights(SPEC, np.random.default_rng(0))
-    parameters = dict(layer.named_parameters())
-    assert set(parameters) == set(weights)
-    for name, parameter in parameters.items():
-        parameter.set_value(paddle.to_tensor(weights[name]))
-    generator = np.random.default_rng(1)
-    x, gradient = generator.standard_normal((2, 2, 7, HIDDEN))
-    expected, cache = attention_forward(x, weights, SPEC)
-    expected_dx, expected_dweights = attention_backward(gradient, cache)
+@pytest.mark.parametrize("physical", [48, 64, 96])
+def test_the_orthogonal_start_keeps_lengths_up_to_the_widths(physical: int) -> None:
+    update = {"head_dim": 64, "physical_head_dim": physical, "premix_init": "orthogonal"}
+    first, second = SelfAttentionVHA(256, CONFIG.model_copy(update=update)).premix.numpy().astype(np.float64)
+    assert first.shape == (physical, 64)
+    short = min(physical, 64)
+    for premix in (first, second):
+        product = premix @ premix.T if physical <= 64 else premix.T @ premix
+        assert_close(product, 64 / physical * np.eye(short), FLOAT32, "scaled identity")
+    assert np.linalg.norm(first - second) > 1
 
-    x_BSD = paddle.to_tensor(x, stop_gradient=False)
-    y_BSD = layer(x_BSD, RotaryTables(HEAD_DIM, THETA, "float64"))
-    y_BSD.backward(paddle.to_tensor(gradient))
-    assert_close(y_BSD.numpy(), expected, FLOAT64, "output")
-    assert_close(x_BSD.grad.numpy(), expected_dx, FLOAT64, "input gradient")
-    for name, parameter in parameters.items():
-        assert_close(parameter.grad.numpy(), expected_dweights[name], FLOAT64, name)
+
+def test_the_orthogonal_start_prefers_no_direction() -> None:
+    """QR alone leaves its triangle's signs in the draw: the first entry would always be negative."""
+    drawn = Orthogonal(1.0).draw(np.random.default_rng(0), (400, 3, 2))
+    assert np.abs(drawn.mean(axis=0)).max() < 0.15
 
 
 def test_at_the_start_postmix_is_the_identity_and_premix_near_it() -> None:

@@ -1,14 +1,16 @@
 """Grouped-query attention and Virtual Head Attention with QK-norm and RoPE, forward and backward.
 
-    q = x W_Q                                        [B, S, P, H], or [B, S, N, H] without Premix
-    q_{g,i} = q_i W_premix[g],   n = g*P + i         [B, S, N, H]
+    q = x W_Q                                        [B, S, P, Q], or [B, S, N, H] without Premix
+    q_{g,i} = q_i W_premix[g],   n = g*P + i         [B, S, N, H]; with SiLU: silu of this
     q, k = rope(rms_norm(q)), rope(rms_norm(k))
-    y = causal_attention(q, k, v)                    head n reads key/value head n // (N/K)
-    y' = M y,   M = I + B A^T                        over the head axis
+    y = causal_attention(q, k, v)                    head n reads key/value head n // (N/K); or through a window
+    y = y * sigmoid(x W_gate)                        with a gate before Postmix
+    y' = y + B z,   z = A^T y                        over the head axis; with SiLU: y + B silu(z)
+    y' = y' * sigmoid(x W_gate)                      with a gate after Postmix
     out = flatten(y') W_O
 
-Written from arXiv 2610.17959. Letters: B batch, S sequence, D hidden, P physical heads, K key/value heads
-(groups), N = P*K query heads, H head dim, R postmix rank (r in an einsum).
+Written from arXiv 2610.17959. Letters: B batch, S sequence, D hidden, P physical heads, Q their width, K key/value
+heads (groups), N = P*K query heads, H head dim, R postmix rank (r in an einsum).
 """
 
 from __future__ import annotations
@@ -30,30 +32,36 @@ def attention_forward(
     N, K, H, P = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, spec.num_projected_heads
     cache: dict[str, Any] = {"x": x_BSD, "weights": weights, "spec": spec}
 
-    q_BSPH = (x_BSD @ weights["q_proj.weight"]).reshape(B, S, P, H)
+    q_BSPQ = (x_BSD @ weights["q_proj.weight"]).reshape(B, S, P, spec.projected_head_dim)
     k_BSKH = (x_BSD @ weights["k_proj.weight"]).reshape(B, S, K, H)
     v_BSKH = (x_BSD @ weights["v_proj.weight"]).reshape(B, S, K, H)
-    cache["q_physical"] = q_BSPH
+    cache["q_physical"] = q_BSPQ
 
+    q_BSNH = q_BSPQ
     if spec.premix:
-        q_BSKPH = np.einsum("bspi,kij->bskpj", q_BSPH, weights["premix"])
-        q_BSNH = q_BSKPH.reshape(B, S, N, H)
-    else:
-        q_BSNH = q_BSPH
+        q_BSKPH = np.einsum("bspi,kij->bskpj", q_BSPQ, weights["premix"])
+        q_BSNH = cache["premixed"] = q_BSKPH.reshape(B, S, N, H)
+        if spec.premix_silu:
+            q_BSNH = ops.silu(q_BSNH)
 
     q_BSNH, cache["q_norm"] = ops.rms_norm(q_BSNH, weights["q_norm.weight"], spec.rms_norm_eps)
     k_BSKH, cache["k_norm"] = ops.rms_norm(k_BSKH, weights["k_norm.weight"], spec.rms_norm_eps)
     angles = cache["angles"] = ops.rope_angles(S, H, spec.rope_theta)
     q_BSNH, k_BSKH = ops.rope(q_BSNH, angles), ops.rope(k_BSKH, angles)
+    y_BSNH, cache["core"] = ops.causal_attention(q_BSNH, k_BSKH, v_BSKH, spec.window)
 
-    y_BSNH, cache["core"] = ops.causal_attention(q_BSNH, k_BSKH, v_BSKH)
-    cache["y"] = y_BSNH
-
+    if spec.gate != "none":
+        cache["gate"] = ops.sigmoid(x_BSD @ weights["g_proj.weight"]).reshape(B, S, N, H)
+    if spec.gate == "before_postmix":
+        y_BSNH, cache["ungated"] = y_BSNH * cache["gate"], y_BSNH
     if spec.postmix_rank:
-        M = np.eye(N) + np.einsum("mr,nr->mn", weights["postmix_b"], weights["postmix_a"])
-        y_BSNH = np.einsum("mn,bsnh->bsmh", M, y_BSNH)
-        cache["M"] = M
-    cache["y_mixed"] = y_BSNH
+        z_BSRH = np.einsum("nr,bsnh->bsrh", weights["postmix_a"], y_BSNH)
+        activated_BSRH = ops.silu(z_BSRH) if spec.postmix_silu else z_BSRH
+        cache |= {"y": y_BSNH, "z": z_BSRH, "activated": activated_BSRH}
+        y_BSNH = y_BSNH + np.einsum("nr,bsrh->bsnh", weights["postmix_b"], activated_BSRH)
+    if spec.gate == "after_postmix":
+        y_BSNH, cache["ungated"] = y_BSNH * cache["gate"], y_BSNH
+    cache["heads"] = y_BSNH
     return y_BSNH.reshape(B, S, N * H) @ weights["o_proj.weight"], cache
 
 
@@ -63,32 +71,46 @@ def attention_backward(dout_BSD: np.ndarray, cache: Mapping[str, Any]) -> tuple[
     B, S, D = x_BSD.shape
     N, K, H = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
     dweights: dict[str, np.ndarray] = {}
+    dprojected: dict[str, np.ndarray] = {}
 
-    y_mixed_BSX = cache["y_mixed"].reshape(B, S, N * H)
-    dweights["o_proj.weight"] = np.einsum("bsx,bsd->xd", y_mixed_BSX, dout_BSD)
+    heads_BSX = cache["heads"].reshape(B, S, N * H)
+    dweights["o_proj.weight"] = np.einsum("bsx,bsd->xd", heads_BSX, dout_BSD)
     dy_BSNH = (dout_BSD @ weights["o_proj.weight"].T).reshape(B, S, N, H)
 
+    if spec.gate == "after_postmix":
+        dy_BSNH, dprojected["g"] = _gate_backward(dy_BSNH, cache)
     if spec.postmix_rank:
-        dM = np.einsum("bsmh,bsnh->mn", dy_BSNH, cache["y"])
-        dweights["postmix_b"] = np.einsum("mn,nr->mr", dM, weights["postmix_a"])
-        dweights["postmix_a"] = np.einsum("mn,mr->nr", dM, weights["postmix_b"])
-        dy_BSNH = np.einsum("mn,bsmh->bsnh", cache["M"], dy_BSNH)
+        dweights["postmix_b"] = np.einsum("bsnh,bsrh->nr", dy_BSNH, cache["activated"])
+        dz_BSRH = np.einsum("nr,bsnh->bsrh", weights["postmix_b"], dy_BSNH)
+        if spec.postmix_silu:
+            dz_BSRH = dz_BSRH * ops.silu_slope(cache["z"])
+        dweights["postmix_a"] = np.einsum("bsnh,bsrh->nr", cache["y"], dz_BSRH)
+        dy_BSNH = dy_BSNH + np.einsum("nr,bsrh->bsnh", weights["postmix_a"], dz_BSRH)
+    if spec.gate == "before_postmix":
+        dy_BSNH, dprojected["g"] = _gate_backward(dy_BSNH, cache)
 
-    dq_BSNH, dk_BSKH, dv_BSKH = ops.causal_attention_backward(dy_BSNH, cache["core"])
+    dq_BSNH, dk_BSKH, dprojected["v"] = ops.causal_attention_backward(dy_BSNH, cache["core"])
     dq_BSNH, dk_BSKH = ops.rope(dq_BSNH, -cache["angles"]), ops.rope(dk_BSKH, -cache["angles"])
     dq_BSNH, dweights["q_norm.weight"] = ops.rms_norm_backward(dq_BSNH, cache["q_norm"])
-    dk_BSKH, dweights["k_norm.weight"] = ops.rms_norm_backward(dk_BSKH, cache["k_norm"])
+    dprojected["k"], dweights["k_norm.weight"] = ops.rms_norm_backward(dk_BSKH, cache["k_norm"])
 
+    dprojected["q"] = dq_BSNH
     if spec.premix:
+        if spec.premix_silu:
+            dq_BSNH = dq_BSNH * ops.silu_slope(cache["premixed"])
         dq_BSKPH = dq_BSNH.reshape(B, S, K, N // K, H)
         dweights["premix"] = np.einsum("bspi,bskpj->kij", cache["q_physical"], dq_BSKPH)
-        dq_BSPH = np.einsum("bskpj,kij->bspi", dq_BSKPH, weights["premix"])
-    else:
-        dq_BSPH = dq_BSNH
+        dprojected["q"] = np.einsum("bskpj,kij->bspi", dq_BSKPH, weights["premix"])
 
     dx_BSD = np.zeros_like(x_BSD)
-    for name, dheads in (("q", dq_BSPH), ("k", dk_BSKH), ("v", dv_BSKH)):
+    for name, dheads in dprojected.items():
         dprojected_BSX = dheads.reshape(B, S, -1)
         dweights[f"{name}_proj.weight"] = np.einsum("bsd,bsx->dx", x_BSD, dprojected_BSX)
         dx_BSD = dx_BSD + dprojected_BSX @ weights[f"{name}_proj.weight"].T
     return dx_BSD, dweights
+
+
+def _gate_backward(dgated_BSNH: np.ndarray, cache: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """For y * s with s = sigmoid(x W_gate): dy = s dgated, and d(x W_gate) = s (1 - s) y dgated."""
+    s = cache["gate"]
+    return s * dgated_BSNH, s * (1.0 - s) * cache["ungated"] * dgated_BSNH

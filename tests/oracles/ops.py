@@ -2,7 +2,7 @@
 
 Each `x(...)` returns its output and what `x_backward(doutput, cache)` needs; `d` before a name is the
 gradient of the loss with respect to it. Letters: B batch, S and T query and key position, N query heads,
-K key/value heads, G = N/K heads per group, H head dim, V vocabulary.
+K key/value heads, G = N/K heads per group, H head dim, V width of a value head, or vocabulary.
 """
 
 from __future__ import annotations
@@ -43,30 +43,43 @@ def rope(x_BSNH: np.ndarray, angles: np.ndarray) -> np.ndarray:
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def causal_attention(q_BSNH: np.ndarray, k_BSKH: np.ndarray, v_BSKH: np.ndarray) -> tuple[np.ndarray, tuple]:
-    """softmax(q k^T / sqrt(H)) v for keys not after the query; query head n reads key/value head n // G."""
+def causal_attention(
+    q_BSNH: np.ndarray,
+    k_BSKH: np.ndarray,
+    v_BSKV: np.ndarray,
+    window: int | None = None,
+    scale: float | None = None,
+) -> tuple[np.ndarray, tuple]:
+    """softmax(scale q k^T) v for keys not after the query; query head n reads key/value head n // G.
+
+    With a window W, query i sees the keys i - W < j <= i. The scale is 1 / sqrt(H) unless given.
+    """
     B, S, N, H = q_BSNH.shape
     K = k_BSKH.shape[2]
+    scale = 1.0 / np.sqrt(H) if scale is None else scale
     q_BSKGH = q_BSNH.reshape(B, S, K, N // K, H)
-    scores = np.einsum("bskgh,btkh->bkgst", q_BSKGH, k_BSKH) / np.sqrt(H)
-    scores = np.where(np.tril(np.ones((S, S), bool)), scores, -np.inf)
+    scores = scale * np.einsum("bskgh,btkh->bkgst", q_BSKGH, k_BSKH)
+    age_ST = np.arange(S)[:, None] - np.arange(S)  # of a key, as the query sees it
+    seen_ST = age_ST >= 0 if window is None else (age_ST >= 0) & (age_ST < window)
+    scores = np.where(seen_ST, scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    y_BSKGH = np.einsum("bkgst,btkh->bskgh", weights, v_BSKH)
-    return y_BSKGH.reshape(B, S, N, H), (q_BSKGH, k_BSKH, v_BSKH, weights)
+    y_BSKGV = np.einsum("bkgst,btkv->bskgv", weights, v_BSKV)
+    return y_BSKGV.reshape(B, S, N, -1), (q_BSKGH, k_BSKH, v_BSKV, weights, scale)
 
 
-def causal_attention_backward(dy_BSNH: np.ndarray, cache: tuple) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def causal_attention_backward(dy_BSNV: np.ndarray, cache: tuple) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Gives dq, dk, dv. For p = softmax(s): ds = p (dp - sum_t p dp)."""
-    q_BSKGH, k_BSKH, v_BSKH, weights = cache
-    dy_BSKGH = dy_BSNH.reshape(q_BSKGH.shape)
-    dv_BSKH = np.einsum("bkgst,bskgh->btkh", weights, dy_BSKGH)
-    dweights = np.einsum("bskgh,btkh->bkgst", dy_BSKGH, v_BSKH)
+    q_BSKGH, k_BSKH, v_BSKV, weights, scale = cache
+    B, S, K, G, H = q_BSKGH.shape
+    dy_BSKGV = dy_BSNV.reshape(B, S, K, G, -1)
+    dv_BSKV = np.einsum("bkgst,bskgv->btkv", weights, dy_BSKGV)
+    dweights = np.einsum("bskgv,btkv->bkgst", dy_BSKGV, v_BSKV)
     dscores = weights * (dweights - np.sum(weights * dweights, axis=-1, keepdims=True))
-    dscores /= np.sqrt(q_BSKGH.shape[-1])
+    dscores *= scale
     dq_BSKGH = np.einsum("bkgst,btkh->bskgh", dscores, k_BSKH)
     dk_BSKH = np.einsum("bkgst,bskgh->btkh", dscores, q_BSKGH)
-    return dq_BSKGH.reshape(dy_BSNH.shape), dk_BSKH, dv_BSKH
+    return dq_BSKGH.reshape(B, S, K * G, H), dk_BSKH, dv_BSKV
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
@@ -74,19 +87,29 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return 0.5 * (1.0 + np.tanh(0.5 * x))
 
 
+def silu(x: np.ndarray) -> np.ndarray:
+    """x sigmoid(x)."""
+    return x * sigmoid(x)
+
+
+def silu_slope(x: np.ndarray) -> np.ndarray:
+    """The derivative of silu. With s = sigmoid(x): s (1 + x (1 - s))."""
+    s = sigmoid(x)
+    return s * (1.0 + x * (1.0 - s))
+
+
 def swiglu(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> tuple[np.ndarray, tuple]:
-    """(silu(x W_gate) * (x W_up)) W_down, with silu(z) = z sigmoid(z)."""
+    """(silu(x W_gate) * (x W_up)) W_down."""
     z, u = x @ gate, x @ up
-    activated = z * sigmoid(z)
+    activated = silu(z)
     return (activated * u) @ down, (x, z, u, activated, gate, up, down)
 
 
 def swiglu_backward(dy: np.ndarray, cache: tuple) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Gives dx, dW_gate, dW_up, dW_down. With s = sigmoid(z): silu'(z) = s (1 + z (1 - s))."""
+    """Gives dx, dW_gate, dW_up, dW_down."""
     x, z, u, activated, gate, up, down = cache
     dproduct = dy @ down.T
-    s = sigmoid(z)
-    dz = dproduct * u * s * (1.0 + z * (1.0 - s))
+    dz = dproduct * u * silu_slope(z)
     du = dproduct * activated
     ddown = np.einsum("bsf,bsd->fd", activated * u, dy)
     dgate, dup = np.einsum("bsd,bsf->df", x, dz), np.einsum("bsd,bsf->df", x, du)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -22,6 +25,7 @@ SPEC = OracleSpec(
     tie_word_embeddings=False,
     rope_theta=1e6,
 )
+HYBRID = replace(SPEC, num_hidden_layers=4, sliding=replace(SPEC, window=3), full_every=3)
 
 
 def to_theirs(name: str, array: np.ndarray) -> np.ndarray:
@@ -29,18 +33,23 @@ def to_theirs(name: str, array: np.ndarray) -> np.ndarray:
     return array.T if name.endswith("_proj.weight") or name == "lm_head.weight" else array
 
 
-def their_model(weights: dict[str, np.ndarray]) -> Qwen3ForCausalLM:
+def their_model(weights: dict[str, np.ndarray], spec: OracleSpec) -> Qwen3ForCausalLM:
+    layers = [spec.of_layer(layer) for layer in range(spec.num_hidden_layers)]
+    windows = {layer.window for layer in layers if layer.window is not None}
     config = Qwen3Config(
-        hidden_size=SPEC.hidden_size,
-        num_attention_heads=SPEC.num_attention_heads,
-        num_key_value_heads=SPEC.num_key_value_heads,
-        head_dim=SPEC.head_dim,
-        num_hidden_layers=SPEC.num_hidden_layers,
-        intermediate_size=SPEC.intermediate_size,
-        vocab_size=SPEC.vocab_size,
+        hidden_size=spec.hidden_size,
+        num_attention_heads=spec.num_attention_heads,
+        num_key_value_heads=spec.num_key_value_heads,
+        head_dim=spec.head_dim,
+        num_hidden_layers=spec.num_hidden_layers,
+        intermediate_size=spec.intermediate_size,
+        vocab_size=spec.vocab_size,
         tie_word_embeddings=False,
-        rms_norm_eps=SPEC.rms_norm_eps,
-        rope_theta=SPEC.rope_theta,
+        rms_norm_eps=spec.rms_norm_eps,
+        rope_theta=spec.rope_theta,
+        use_sliding_window=bool(windows),
+        sliding_window=max(windows, default=None),
+        layer_types=["full_attention" if layer.window is None else "sliding_attention" for layer in layers],
         attn_implementation="eager",
     )
     model = Qwen3ForCausalLM(config).double()
@@ -49,12 +58,13 @@ def their_model(weights: dict[str, np.ndarray]) -> Qwen3ForCausalLM:
     return model
 
 
-def test_decoder_loss_logits_and_gradients_equal_transformers() -> None:
-    weights, generator = random_weights(SPEC, seed=0), np.random.default_rng(0)
-    tokens, labels = generator.integers(0, SPEC.vocab_size, (2, 2, 7))
-    loss, logits, grads = decoder_loss_and_gradients(weights, tokens, labels, SPEC)
+@pytest.mark.parametrize("spec", [SPEC, HYBRID], ids=["full", "two sliding layers to one full"])
+def test_decoder_loss_logits_and_gradients_equal_transformers(spec: OracleSpec) -> None:
+    weights, generator = random_weights(spec, seed=0), np.random.default_rng(0)
+    tokens, labels = generator.integers(0, spec.vocab_size, (2, 2, 7))
+    loss, logits, grads = decoder_loss_and_gradients(weights, tokens, labels, spec)
 
-    model = their_model(weights)
+    model = their_model(weights, spec)
     their_logits = model(torch.tensor(tokens)).logits
     their_loss = torch.nn.functional.cross_entropy(their_logits.flatten(0, 1), torch.tensor(labels).flatten())
     their_loss.backward()

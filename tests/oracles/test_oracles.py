@@ -27,7 +27,14 @@ SPECS = {
 }
 VHA = replace(SPECS["gqa"], kind="vha", premix=True, postmix_rank=2)
 SPECS |= {"vha": VHA, "premix": replace(VHA, postmix_rank=0), "postmix": replace(VHA, premix=False)}
-
+SPECS |= {
+    "gqa, gate and window": replace(SPECS["gqa"], gate="before_postmix", window=2),
+    "vha, gate before": replace(VHA, gate="before_postmix", premix_silu=True),
+    "vha, gate after": replace(VHA, gate="after_postmix", postmix_silu=True, window=3),
+    "vha, narrow physical heads": replace(VHA, physical_head_dim=4),
+    "vha, wide physical heads": replace(VHA, physical_head_dim=9, premix_silu=True),
+}
+HYBRID = replace(VHA, sliding=replace(SPECS["mqa"], window=2), full_every=2)
 
 Inputs = Mapping[str, np.ndarray]
 Loss = Callable[[Inputs], float]
@@ -61,7 +68,8 @@ def assert_gradients(loss: Loss, inputs: Inputs, grads: Inputs) -> None:
 
 
 def decoder_spec(kind: str, tied: bool) -> OracleSpec:
-    return replace(SPECS[kind], num_hidden_layers=2, intermediate_size=9, vocab_size=11, tie_word_embeddings=tied)
+    spec = HYBRID if kind == "hybrid" else SPECS[kind]
+    return replace(spec, num_hidden_layers=2, intermediate_size=9, vocab_size=11, tie_word_embeddings=tied)
 
 
 @pytest.mark.parametrize("kind", SPECS)
@@ -79,10 +87,10 @@ def test_attention_gradients_equal_finite_differences(kind: str) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("kind", ["gqa", "vha"])
+@pytest.mark.parametrize("kind", ["gqa", "vha", "hybrid"])
 def test_decoder_gradients_equal_finite_differences(kind: str, tied: bool) -> None:
-    spec, generator = decoder_spec(kind, tied), np.random.default_rng(1)
-    weights = random_weights(spec, seed=1)
+    spec, generator = decoder_spec(kind, tied), np.random.default_rng(3)
+    weights = random_weights(spec, seed=3)
     tokens, labels = generator.integers(0, spec.vocab_size, (2, B, S))
     labels[0, 2] = ops.IGNORED_LABEL
     _, _, grads = decoder_loss_and_gradients(weights, tokens, labels, spec)

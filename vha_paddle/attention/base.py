@@ -50,14 +50,53 @@ def norm_and_rotate(x_BSXH: paddle.Tensor, norm: RMSNorm, rope: RotaryTables) ->
     return apply_rope(norm(x_BSXH), cos_SH, sin_SH)
 
 
-def attend(q_BSNH: paddle.Tensor, k_BSKH: paddle.Tensor, v_BSKH: paddle.Tensor, mesh: Mesh) -> paddle.Tensor:
-    """Causal attention of the queries at this rank's positions over the keys and values of all: y_BSNH.
+def map_heads(x_BSNX: paddle.Tensor, map_NXY: paddle.Tensor, transpose: bool = False) -> paddle.Tensor:
+    """Each head through a matrix of its own, or its transpose: `[B, S, N, Y]`."""
+    batch, sequence, heads, width = x_BSNX.shape
+    x_NTX = x_BSNX.transpose([2, 0, 1, 3]).reshape([heads, batch * sequence, width])
+    y_NTY = paddle.matmul(x_NTX, map_NXY, transpose_y=transpose)
+    return y_NTY.reshape([heads, batch, sequence, -1]).transpose([1, 2, 0, 3])
 
-    Under context parallelism the keys and values are gathered: with few KV heads they are far smaller than the
-    queries, and gathering is one communication where a ring takes one per rank.
+
+def from_every_position(mesh: Mesh, *tensors: paddle.Tensor) -> tuple[paddle.Tensor, ...]:
+    """Tensors `[B, S, ...]` of this rank's positions as `[B, T, ...]` of all, gathered in one communication.
+
+    Under context parallelism this is what a decoder would cache of a token: with few KV heads, or a latent, far less
+    than its queries.
     """
     if mesh.context_degree == 1:
-        return causal_attention(q_BSNH, k_BSKH, v_BSKH)
-    together = mesh.gather_context(paddle.concat([k_BSKH, v_BSKH], axis=2))
-    k_BTKH, v_BTKH = (half.contiguous() for half in paddle.split(together, 2, axis=2))
-    return causal_attention(q_BSNH, k_BTKH, v_BTKH, mesh.pieces(q_BSNH.shape[1]))
+        return tensors
+    flat = [x.reshape([*x.shape[:2], 1, -1]) for x in tensors]
+    together = mesh.gather_context(paddle.concat(flat, axis=3))
+    parts = paddle.split(together, [x.shape[3] for x in flat], axis=3)
+    return tuple(part.reshape([*part.shape[:2], *x.shape[2:]]) for part, x in zip(parts, tensors, strict=True))
+
+
+def attend(
+    q_BSNH: paddle.Tensor,
+    k_BSKH: paddle.Tensor,
+    v_BSKV: paddle.Tensor,
+    mesh: Mesh,
+    window: int | None = None,
+    scale: float | None = None,
+) -> paddle.Tensor:
+    """Causal attention of the queries at this rank's positions over the keys and values of all: y_BSNV.
+
+    `window` and `scale` are `causal_attention`'s. Under context parallelism the keys and values are gathered, one
+    communication where a ring takes one per rank.
+    """
+    k_BTKH, v_BTKV = from_every_position(mesh, k_BSKH, v_BSKV)
+    return attend_to_all(q_BSNH, k_BTKH, v_BTKV, mesh, window, scale)
+
+
+def attend_to_all(
+    q_BSNH: paddle.Tensor,
+    k_BTKH: paddle.Tensor,
+    v_BTKV: paddle.Tensor,
+    mesh: Mesh,
+    window: int | None = None,
+    scale: float | None = None,
+) -> paddle.Tensor:
+    """`attend` where the keys and values of every position are at hand."""
+    pieces = mesh.pieces(q_BSNH.shape[1]) if mesh.context_degree > 1 else None
+    return causal_attention(q_BSNH, k_BTKH, v_BTKV, pieces, window=window, scale=scale)

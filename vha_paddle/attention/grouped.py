@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import paddle
 from paddle import nn
+from paddle.nn import functional as F
 
 from vha_paddle.attention.base import RotaryTables, attend, norm_and_rotate
 from vha_paddle.config import GroupedAttention
@@ -16,8 +17,12 @@ from vha_paddle.parallel.scope import RMSNorm, Scope
 class SelfAttentionGrouped(nn.Layer):
     """q, k, v projections, QK-norm, RoPE, causal attention, output projection.
 
+    With `config.output_gate`, sigmoid(x W_gate) multiplies each channel of the heads' outputs before the last of
+    these. `window` is the keys that a query sees, its own position included; None is all before it.
+
     Tensor parallel: query heads are split, and KV heads with them where the degree divides K. With fewer KV heads
-    than ranks, every rank holds W_K and W_V whole and computes the one KV head its query heads read.
+    than ranks, every rank holds W_K and W_V whole and computes the one KV head its query heads read. The gate is
+    split as the queries.
     """
 
     def __init__(
@@ -27,12 +32,14 @@ class SelfAttentionGrouped(nn.Layer):
         rms_norm_eps: float = 1e-6,
         initializer_range: float = 0.02,
         scope: Scope | None = None,
+        window: int | None = None,
     ) -> None:
         super().__init__()
         scope = scope or Scope.standalone("self_attn")
         mesh, init = scope.mesh, Normal(initializer_range)
         num_query, num_kv, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.mesh, self.head_dim, self.recompute = mesh, head_dim, scope.recompute == "selective"
+        self.window, self.output_gate = window, config.output_gate
         self.kv_columns: slice | None = None
         self.q_proj = scope.child("q_proj").column_linear(hidden_size, num_query * head_dim, init)
         if num_kv % mesh.tensor_degree == 0:
@@ -45,6 +52,8 @@ class SelfAttentionGrouped(nn.Layer):
             self.kv_columns = slice(group * head_dim, (group + 1) * head_dim)
         self.q_norm = RMSNorm(scope.child("q_norm"), head_dim, rms_norm_eps, inside_tensor_region=True)
         self.k_norm = RMSNorm(scope.child("k_norm"), head_dim, rms_norm_eps, inside_tensor_region=True)
+        if config.output_gate:
+            self.g_proj = scope.child("g_proj").column_linear(hidden_size, num_query * head_dim, init)
         self.o_proj = scope.child("o_proj").row_linear(num_query * head_dim, hidden_size, init)
 
     def forward(self, x_BSD: paddle.Tensor, rope: RotaryTables) -> paddle.Tensor:
@@ -57,12 +66,15 @@ class SelfAttentionGrouped(nn.Layer):
         def core(q_BSNH: paddle.Tensor, k_BSKH: paddle.Tensor, v_BSKH: paddle.Tensor) -> paddle.Tensor:
             q_BSNH = norm_and_rotate(q_BSNH, self.q_norm, rope)
             k_BSKH = norm_and_rotate(k_BSKH, self.k_norm, rope)
-            return attend(q_BSNH, k_BSKH, v_BSKH, self.mesh)
+            return attend(q_BSNH, k_BSKH, v_BSKH, self.mesh, self.window)
 
         y_BSNH = recomputed(core, q_BSNH, k_BSKH, v_BSKH) if self.recompute else core(q_BSNH, k_BSKH, v_BSKH)
-        return self.o_proj(y_BSNH.reshape([batch, sequence, -1]))
+        y_BSE = y_BSNH.reshape([batch, sequence, -1])
+        if self.output_gate:
+            y_BSE = y_BSE * F.sigmoid(self.g_proj(x_BSD))
+        return self.o_proj(y_BSE)
 
     def _key_value(self, x_BSD: paddle.Tensor, projection: nn.Layer) -> paddle.Tensor:
         if self.kv_columns is None:
             return projection(x_BSD)
-        return linear(x_BSD, projection.weight[:, self.kv_columns])
+        return linear(x_BSD, projection.weight[:, self.kv_columns], projection.products)

@@ -49,6 +49,23 @@ class IdentityPlusNoise:
         return Normal(self.noise).draw(generator, shape) + np.eye(shape[-1], dtype=np.float32)
 
 
+@dataclass(frozen=True)
+class Orthogonal:
+    """`gain` times a random matrix with orthonormal rows or columns, whichever are fewer, on the last two axes.
+
+    Source: Saxe et al., arXiv 1312.6120. The signs of QR's triangle make the draw uniform (Mezzadri, math-ph/0609050).
+    """
+
+    gain: float
+
+    def draw(self, generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        *outer, rows, columns = shape
+        long, short = max(rows, columns), min(rows, columns)
+        q, r = np.linalg.qr(generator.standard_normal((*outer, long, short)))
+        q *= self.gain * np.sign(np.diagonal(r, axis1=-2, axis2=-1))[..., None, :]
+        return q if rows == long else q.swapaxes(-2, -1)
+
+
 def generator_for(seed: int, name: str) -> np.random.Generator:
     """A generator that depends on the seed and the tensor's name only, not on what was drawn before."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()

@@ -1,0 +1,66 @@
+"""The table of parameters against the models that are built: names, order, logical shapes, and what a rank holds."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import paddle
+import pytest
+
+from tests.cases import CASES, Case
+from vha_paddle.model.decoder import build_decoder
+from vha_paddle.parallel.mesh import Mesh
+from vha_paddle.parallel.placement import Placement, info_of
+from vha_paddle.tensors import Held, embedding_tensor, end_tensors, layer_tensors, model_tensors
+
+DEGREES = {1: "one", 2: "tensor_2", 4: "tensor_4"}
+
+
+@pytest.fixture(autouse=True)
+def without_fleets_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fleet's layers ask for a generator and a strategy that its start makes; no values are drawn, nothing is run."""
+    from paddle.distributed import fleet
+    from paddle.distributed.fleet.layers.mpu.random import RNGStatesTracker
+
+    monkeypatch.setattr(fleet.fleet, "_user_defined_strategy", fleet.DistributedStrategy(), raising=False)
+    monkeypatch.setattr(RNGStatesTracker, "rng_state", lambda self: contextlib.nullcontext())
+
+
+def mesh_of(degree: int, rank: int) -> Mesh:
+    """One tensor rank, alone in its process: a model can be built on it, not run."""
+    group = SimpleNamespace(nranks=degree, rank=rank, id=0)
+    return Mesh(rank, degree, rank, degree, group) if degree > 1 else Mesh()
+
+
+def held(placement: Placement) -> Held:
+    if placement.axis is not None:
+        return "split"
+    return "partial" if placement.partial_gradient else "stream"
+
+
+@pytest.mark.parametrize(
+    ("case", "degree"),
+    [(case, degree) for case in CASES for degree, layout in DEGREES.items() if case.fits(layout)],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_the_table_is_what_is_built(case: Case, degree: int) -> None:
+    model = case.recipe(DEGREES[degree]).model
+    layers = [spec for layer in range(model.num_hidden_layers) for spec in layer_tensors(model, layer, degree)]
+    expected = [embedding_tensor(model), *layers, *end_tensors(model)]
+    for rank in {0, degree - 1}:
+        with paddle.LazyGuard():
+            built = build_decoder(model, mesh_of(degree, rank), seed=0).parameters()
+        placements = [info_of(parameter).placement for parameter in built]
+        assert [info_of(parameter).name for parameter in built] == [spec.name for spec in expected]
+        assert [placement.shape for placement in placements] == [spec.shape for spec in expected]
+        assert [held(placement) for placement in placements] == [spec.held for spec in expected]
+        assert [parameter.size for parameter in built] == [spec.local_size(degree) for spec in expected]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_tensors_of_a_model_have_names_of_their_own_and_those_of_one_process(case: Case) -> None:
+    model = case.recipe().model
+    layers = [spec for layer in range(model.num_hidden_layers) for spec in layer_tensors(model, layer)]
+    assert model_tensors(model) == [embedding_tensor(model), *layers, *end_tensors(model)]
+    assert len({spec.name for spec in model_tensors(model)}) == len(model_tensors(model))
