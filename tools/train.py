@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout without installing
 
 from vha_paddle.config import Recipe, load_recipe, recipe_to_yaml
+from vha_paddle.config.load import with_overrides
+from vha_paddle.config.reduced import DATA, MOST_RANKS, VOCAB_SIZE, reduced
 from vha_paddle.errors import run_tool
 from vha_paddle.host import prepare_process
+
+LAUNCHED_RANK = "PADDLE_TRAINER_ID"  # Paddle's launcher sets it for each rank
 
 EPILOG = """\
 examples:
@@ -20,6 +26,12 @@ examples:
                             tools/train.py recipes/quickstart.yaml
   another learning rate:  python tools/train.py recipes/quickstart.yaml optim.lr=1e-3 run.output=runs/lr1e-3
   what would run:         python tools/train.py recipes/quickstart.yaml --dry-run
+  any recipe, small:      python tools/train.py recipes/table1_1p7b_vha.yaml --reduced
+
+--reduced makes a recipe small enough for this machine and keeps its structure: attention kind and groups, experts,
+sliding layers, FP8, recompute, schedule, parallel axes of up to 4 ranks in total. Every change is printed; overrides
+are applied after it. It trains 20 steps on the English that ships with CPython, in runs/reduced/NAME, and starts its
+ranks itself where no launcher did.
 
 The run directory (run.output) holds metrics.jsonl (one JSON object per step), recipe.yaml (the recipe as it ran)
 and checkpoints/. Starting the same command again continues from the newest complete checkpoint.
@@ -40,12 +52,39 @@ def dry_run(recipe: Recipe, as_json: bool) -> str:
     return "\n".join([counts.render(figures), *memory_table({"worst": fullest}), more])
 
 
+def small_recipe(path: Path, overrides: list[str]) -> tuple[Recipe, list[str]]:
+    """The recipe reduced for this machine, then overridden; and what the reduction changed."""
+    import paddle
+
+    on_cpu = paddle.device.get_device() == "cpu"
+    # the GPU side of this line: not run on a GPU in this project's tests
+    most_ranks = MOST_RANKS if on_cpu else min(MOST_RANKS, paddle.device.cuda.device_count())
+    small = reduced(load_recipe(path), on_cpu, most_ranks)
+    return with_overrides(small.recipe, overrides), small.changes
+
+
+def prepare_reduced_run(recipe: Recipe) -> None:
+    """Make the data of reduced runs if the recipe reads it; without a launcher, become one where ranks are needed."""
+    from vha_paddle.data.builtin import ensure_builtin_data
+
+    if recipe.data.tokenizer.startswith(DATA):
+        ensure_builtin_data(Path(DATA), VOCAB_SIZE)
+    if recipe.num_ranks > 1 and LAUNCHED_RANK not in os.environ:
+        launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", str(recipe.num_ranks)]
+        command = [sys.executable, *launcher, "--log_dir", f"{recipe.run.output}/logs", *sys.argv]
+        print(f"starting {recipe.num_ranks} ranks: {shlex.join(command)}", file=sys.stderr, flush=True)
+        os.execv(sys.executable, command)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("recipe", type=Path, help="YAML file, see recipes/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change a key of the recipe")
+    parser.add_argument(
+        "--reduced", action="store_true", help="make the recipe small enough for this machine, see below"
+    )
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--print-config", action="store_true", help="print the resolved recipe and stop")
     action.add_argument("--dry-run", action="store_true", help="print what would run (sizes, steps, memory) and stop")
@@ -54,13 +93,20 @@ def main() -> None:
     if arguments.json and not arguments.dry_run:
         parser.error("--json belongs to --dry-run")
 
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    prepare_process()
+    if arguments.reduced:
+        recipe, changes = small_recipe(arguments.recipe, arguments.overrides)
+        if not (arguments.print_config or arguments.dry_run):
+            prepare_reduced_run(recipe)
+        if os.environ.get(LAUNCHED_RANK, "0") == "0":
+            print("\n".join(changes), file=sys.stderr, flush=True)  # stdout is for --print-config and --json
+    else:
+        recipe = load_recipe(arguments.recipe, arguments.overrides)
     if arguments.print_config:
         print(recipe_to_yaml(recipe), end="")
     elif arguments.dry_run:
         print(dry_run(recipe, arguments.json))
     else:
-        prepare_process()
         from vha_paddle.train.run import run
 
         run(recipe)

@@ -84,11 +84,14 @@ def test_numbers_are_read_as_yaml_1_2_does() -> None:
         ("model.vocab_size=4.5", "model.vocab_size=4.5: must be a valid integer; correct the value"),
         ("model.vocab_size=true", "model.vocab_size=True: must be a valid integer; correct the value"),
         ("model.tie_word_embeddings=1", "model.tie_word_embeddings=1: must be a valid boolean; correct the value"),
-        ("model.attention.kind=vhaa", "model.attention.kind=vhaa: must be one of grouped, vha, mla, mfa, gva, dcmha; did you mean vha?"),
+        (
+            "model.attention.kind=vhaa",
+            "model.attention.kind=vhaa: must be one of grouped, vha, mla, mfa, gva, dcmha; did you mean vha?",
+        ),
         (
             "model.attention.kind=grouped",
             "model.attention.postmix_rank: unknown key; known here: kind, num_attention_heads, "
-            "num_key_value_heads, head_dim",
+            "num_key_value_heads, head_dim, output_gate",
         ),
         (
             "model.attention.num_attention_heads=9",
@@ -97,7 +100,12 @@ def test_numbers_are_read_as_yaml_1_2_does() -> None:
         ),
         (
             "parallel.tensor=3",
-            "parallel.tensor=3: must divide physical heads (num_attention_heads / num_key_value_heads)=4; use 2 or 4",
+            "parallel.tensor=3: must divide model.vocab_size=2048; use 2 or 4",
+        ),
+        (
+            "parallel.tensor=8",
+            "parallel.tensor=8: must divide model.attention's physical heads (num_attention_heads / "
+            "num_key_value_heads)=4; use 2 or 4",
         ),
         (
             "parallel.sharding_stage=2",
@@ -114,8 +122,7 @@ def test_numbers_are_read_as_yaml_1_2_does() -> None:
         ),
         (
             "parallel.expert=2",
-            "parallel.expert=2: splits the experts of a mixture-of-experts model, and model.architecture=qwen3 has "
-            "none; use 1",
+            "parallel.expert=2: splits the experts of a mixture-of-experts model, and there is no model.experts; use 1",
         ),
         (
             "data.global_batch_size=10",

@@ -24,7 +24,7 @@ def check(recipe: Recipe) -> None:
     """Raise `UserError` for the first rule that the recipe breaks."""
     check_model(recipe.model)
     _check_axes(recipe.parallel)
-    _check_tensor_parallel(recipe.model, recipe.parallel.tensor)
+    check_tensor_parallel(recipe.model, recipe.parallel.tensor)
     _check_experts(recipe)
     _check_pipeline(recipe)
     _check_data(recipe)
@@ -86,7 +86,7 @@ def _check_pipeline(recipe: Recipe) -> None:
         )
 
 
-def _check_tensor_parallel(model: Model, degree: int) -> None:
+def check_tensor_parallel(model: Model, degree: int) -> None:
     """The split of each kind is described in its attention module."""
 
     def broken(candidate: int) -> str | None:
@@ -100,32 +100,31 @@ def _check_tensor_parallel(model: Model, degree: int) -> None:
 
 def _tensor_rules(model: Model, degree: int) -> Iterator[str]:
     """What `degree` must divide and does not."""
+    sections = model.attention_sections
     sizes = {"model.vocab_size": model.vocab_size}
     if model.experts is not None:
         sizes["model.experts.moe_intermediate_size"] = model.experts.moe_intermediate_size
         sizes["model.experts.shared_expert_intermediate_size"] = model.experts.shared_expert_intermediate_size
     elif model.intermediate_size is not None:
         sizes["model.intermediate_size"] = model.intermediate_size
-    for attention in model.attentions:
-        heads, unit = _split_heads(attention)
-        sizes[heads] = unit
+    sizes |= dict(_split_heads(section, attention) for section, attention in sections.items())
     for name, size in sizes.items():
         if size % degree:
             yield f"must divide {name}={size}"
-    for attention in model.attentions:
+    for section, attention in sections.items():
         if isinstance(attention, GroupedAttention | GroupedValueAttention):
             num_kv_heads = attention.num_key_value_heads
             if num_kv_heads % degree and degree % num_kv_heads:
-                yield f"must divide model.attention.num_key_value_heads={num_kv_heads} or be a multiple of it"
+                yield f"must divide {section}.num_key_value_heads={num_kv_heads} or be a multiple of it"
 
 
-def _split_heads(attention: Attention) -> tuple[str, int]:
+def _split_heads(section: str, attention: Attention) -> tuple[str, int]:
     """What tensor parallelism divides of an attention kind: its name and number."""
     if isinstance(attention, VirtualHeadAttention):
-        return "physical heads (num_attention_heads / num_key_value_heads)", attention.num_physical_heads
+        return f"{section}'s physical heads (num_attention_heads / num_key_value_heads)", attention.num_physical_heads
     if isinstance(attention, ComposedAttention):
-        return "model.attention.num_groups", attention.num_groups
-    return "model.attention.num_attention_heads", attention.num_attention_heads
+        return f"{section}.num_groups", attention.num_groups
+    return f"{section}.num_attention_heads", attention.num_attention_heads
 
 
 def _check_experts(recipe: Recipe) -> None:
@@ -223,22 +222,23 @@ def _check_optimisation(recipe: Recipe) -> None:
             f"schedule.warmup_tokens={schedule.warmup_tokens}: warmup and decay together exceed "
             f"schedule.total_tokens={schedule.total_tokens}; shorten one"
         )
-    has_maps = recipe.model.has_maps
-    if has_maps and optim.decay_target is None:
+    sections = recipe.model.attention_sections.items()
+    with_maps = {section: attention for section, attention in sections if isinstance(attention, VirtualHeadAttention)}
+    if with_maps and optim.decay_target is None:
         raise UserError(
-            "optim.decay_target=null: model.attention.kind=vha needs to know where decay pulls Premix and Postmix; "
-            "use identity, zero (as upstream) or none"
+            f"optim.decay_target=null: {next(iter(with_maps))}.kind=vha needs to know where decay pulls Premix and "
+            "Postmix; use identity, zero (as upstream) or none"
         )
-    if not has_maps and optim.decay_target is not None:
+    if not with_maps and optim.decay_target is not None:
         raise UserError(
             f"optim.decay_target={optim.decay_target}: has no effect with model.attention.kind="
             f"{recipe.model.attention.kind}; remove the key"
         )
     if optim.decay_target == "identity":
-        for attention in recipe.model.attentions:
-            if isinstance(attention, VirtualHeadAttention) and attention.projected_head_dim != attention.head_dim:
+        for section, attention in with_maps.items():
+            if attention.projected_head_dim != attention.head_dim:
                 raise UserError(
-                    "optim.decay_target=identity: there is no identity between model.attention.physical_head_dim="
+                    f"optim.decay_target=identity: there is no identity between {section}.physical_head_dim="
                     f"{attention.physical_head_dim} and head_dim={attention.head_dim}; use zero or none"
                 )
 

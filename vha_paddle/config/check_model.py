@@ -17,7 +17,8 @@ from vha_paddle.errors import UserError
 
 def check_model(model: Model) -> None:
     """Raise `UserError` for the first rule that the section breaks."""
-    _check_attention(model.attention, "model.attention")
+    for section, attention in model.attention_sections.items():
+        _check_attention(attention, section)
     _check_sliding_window(model)
     if (model.intermediate_size is None) == (model.experts is None):
         state = "null" if model.experts is None else str(model.intermediate_size)
@@ -60,10 +61,10 @@ def _broken_map_rules(attention: VirtualHeadAttention, where: str) -> Iterator[s
         yield f"{where}.premix=none: with postmix=none nothing of VHA is left; use kind=grouped"
     yield from _broken_premix_rules(attention, where)
     if attention.postmix == "none":
-        for key in _changed(attention, "postmix_rank", "postmix_init_std", "postmix_space"):
-            yield f"{where}.{key}: has no effect with postmix=none; remove the key"
+        for setting in _changed(attention, "postmix_rank", "postmix_init_std", "postmix_space"):
+            yield f"{where}.{setting}: has no effect with postmix=none; remove the key"
         if attention.output_gate == "after_postmix":
-            yield f"{where}.output_gate=after_postmix: there is no Postmix; use before_postmix"
+            yield f"{where}.output_gate=after_postmix: there is no Postmix with postmix=none; use before_postmix"
     elif attention.postmix_rank is None:
         yield (
             f"{where}.postmix_rank=null: required with postmix={attention.postmix}; the paper uses "
@@ -77,22 +78,22 @@ def _broken_map_rules(attention: VirtualHeadAttention, where: str) -> Iterator[s
 
 def _broken_premix_rules(attention: VirtualHeadAttention, where: str) -> Iterator[str]:
     if attention.premix == "none":
-        for key in _changed(attention, "physical_head_dim", "premix_init", "premix_init_noise"):
-            yield f"{where}.{key}: has no effect with premix=none; remove the key"
+        for setting in _changed(attention, "physical_head_dim", "premix_init", "premix_init_noise"):
+            yield f"{where}.{setting}: has no effect with premix=none; remove the key"
     elif attention.projected_head_dim != attention.head_dim and attention.premix_init != "orthogonal":
         yield (
             f"{where}.premix_init={attention.premix_init}: there is no identity between physical_head_dim="
             f"{attention.physical_head_dim} and head_dim={attention.head_dim}; use orthogonal"
         )
     if attention.premix_init == "orthogonal":
-        for key in _changed(attention, "premix_init_noise"):
-            yield f"{where}.{key}: has no effect with premix_init=orthogonal; remove the key"
+        for setting in _changed(attention, "premix_init_noise"):
+            yield f"{where}.{setting}: has no effect with premix_init=orthogonal; remove the key"
 
 
 def _changed(attention: VirtualHeadAttention, *keys: str) -> list[str]:
-    """Those of `keys` that do not have their default value."""
-    defaults = VirtualHeadAttention.model_fields
-    return [key for key in keys if attention.model_dump(include={key})[key] != defaults[key].default]
+    """Those of `keys` that do not have their default value, as `key=value`."""
+    values, defaults = attention.model_dump(), VirtualHeadAttention.model_fields
+    return [f"{key}={values[key]}" for key in keys if values[key] != defaults[key].default]
 
 
 def _check_sliding_window(model: Model) -> None:
@@ -109,8 +110,6 @@ def _check_sliding_window(model: Model) -> None:
             f"model.sliding_window.full_every={sliding.full_every}: exceeds model.num_hidden_layers="
             f"{model.num_hidden_layers}, so that no layer would see all of the sequence; lower it"
         )
-    if sliding.attention is not None:
-        _check_attention(sliding.attention, "model.sliding_window.attention")
 
 
 def _check_experts(experts: MixtureOfExperts) -> None:

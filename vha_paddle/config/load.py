@@ -58,6 +58,18 @@ def recipe_from_dict(values: dict[str, Any], source: str) -> Recipe:
     return recipe
 
 
+def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    """A recipe with `section.key=value` overrides applied, checked again.
+
+    Raises:
+        UserError: as `load_recipe`.
+    """
+    values = recipe.model_dump(mode="json", exclude_none=True)
+    for override in overrides:
+        _apply(values, override)
+    return recipe_from_dict(values, source=recipe.run.name)
+
+
 def recipe_to_yaml(recipe: Recipe) -> str:
     """The resolved recipe, every default written out; `load_recipe` reads it back to the same recipe."""
     yaml = YAML()

@@ -96,6 +96,14 @@ class Model(Section):
         return tuple(found)
 
     @property
+    def attention_sections(self) -> dict[str, Attention]:
+        """What a recipe says of attention, by section: of all layers, or of full and of sliding ones."""
+        sections: dict[str, Attention] = {"model.attention": self.attention}
+        if self.sliding_window is not None and self.sliding_window.attention is not None:
+            sections["model.sliding_window.attention"] = self.sliding_window.attention
+        return sections
+
+    @property
     def has_maps(self) -> bool:
         """Whether a layer has VHA's maps."""
         return any(isinstance(attention, VirtualHeadAttention) for attention in self.attentions)

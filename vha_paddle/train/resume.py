@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from vha_paddle.checkpoint.layout import RECIPE_FILE, Checkpoint, checkpoints_directory, list_steps, step_directory
 from vha_paddle.checkpoint.load import open_together
 from vha_paddle.config import Recipe
+from vha_paddle.config.differences import differences
 from vha_paddle.errors import UserError
 from vha_paddle.parallel.mesh import Mesh
 
@@ -65,13 +64,4 @@ def _check_fit(checkpoint: Checkpoint, recipe: Recipe, data_fingerprint: str) ->
 
 def changed_keys(before: Recipe, after: Recipe) -> list[str]:
     """`section.key old -> new` for every key whose value differs, in the order of the recipe."""
-    old, new = dict(_flat(before.model_dump(mode="json"))), dict(_flat(after.model_dump(mode="json")))
-    return [f"{key} {old.get(key)} -> {new.get(key)}" for key in old | new if old.get(key) != new.get(key)]
-
-
-def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    return [f"{key} {old} -> {new}" for key, old, new in differences(before, after)]
