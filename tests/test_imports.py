@@ -23,17 +23,20 @@ ORDER = (
     ("counts", "names"),
     ("plan",),
     ("fold",),
+    ("maps",),
     ("ops", "host"),
+    ("precision",),
     ("parallel",),
     ("attention",),
     ("model",),
     ("data", "checkpoint"),
-    ("export",),
+    ("export", "map_report"),
     ("evaluate", "sampling", "generate"),
+    ("warm_start",),
     ("train",),
 )
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
-WITHOUT_PADDLE = {"errors", "files", "config", "tensors", "counts", "names", "plan", "fold", "tensor_file"}
+WITHOUT_PADDLE = {"errors", "files", "config", "tensors", "counts", "names", "plan", "fold", "maps", "tensor_file"}
 
 
 def unit(path: Path) -> str:

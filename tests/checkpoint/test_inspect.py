@@ -51,7 +51,7 @@ def test_the_description_says_which_file_holds_which_part(checkpoint: Path) -> N
     row = rows["model.embed_tokens.weight"]
     assert row["shape"] == (330, 20) and row["dtype"] == "float32"
     assert row["parts"] == [
-        {"file": f"model-0000{n}-of-00002.safetensors", "view": (330, 20), "axis": 0, "start": 165 * n, "stop": stop}
+        {"file": f"model-0000{n}-of-00002.safetensors", "view": (330, 20), "start": (165 * n, 0), "stop": (stop, 20)}
         for n, stop in ((0, 165), (1, 330))
     ]
 

@@ -115,7 +115,7 @@ def test_a_file_of_another_orientation_or_head_order_is_refused(
 
 
 @pytest.mark.parametrize(
-    "change", [{"step": "six"}, {"step": 6.0}, {"step": 0}, {"step": None}, {"samples": -1}, {"another": 1}]
+    "change", [{"step": "six"}, {"step": 6.0}, {"step": -1}, {"step": None}, {"samples": -1}, {"another": 1}]
 )
 def test_a_state_that_is_none_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "checkpoint", RECIPE, trained_weights(RECIPE), b"a tokenizer")

@@ -36,7 +36,7 @@ class Ranks:
             if rank in writers:
                 start = writers.index(rank) * height
                 rows = WEIGHT[start : start + height]
-                cut = Cut((4, 2), (4, 2), 0, start, start + height)
+                cut = Cut((4, 2), (4, 2), (start, 0), (start + height, 2))
                 tensors["w"] = OwnTensor((rows.dtype, rows.shape), cut, lambda rows=rows: rows)
             contents: Any = {"model": tensors, "optimizer": tensors}
             self.all.append(Writing(self.temporary, self.final, rank, num_ranks, contents, common))

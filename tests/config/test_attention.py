@@ -148,6 +148,14 @@ def test_one_layer_sees_all_of_the_sequence() -> None:
     assert error_of(GROUPED, {"window": 0, "full_every": 2}).startswith("model.sliding_window.window=0: ")
 
 
+def test_a_window_is_shorter_than_the_sequence() -> None:
+    assert recipe_with(GROUPED, {"window": 255, "full_every": 2}).model.window_of(0) == 255
+    assert error_of(GROUPED, {"window": 256, "full_every": 2}) == (
+        "model.sliding_window.window=256: has no effect on sequences of data.sequence_length=256; use a smaller one or "
+        "remove model.sliding_window"
+    )
+
+
 def test_decay_to_the_identity_needs_one_in_every_section() -> None:
     sliding = {"window": 64, "full_every": 2, "attention": NARROW}
     expected = "there is no identity between {}.physical_head_dim=16 and head_dim=32; use zero or none"

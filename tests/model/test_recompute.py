@@ -25,9 +25,9 @@ def test_runs_of_each_layers_attention_and_mlp(
     runs: collections.Counter[str] = collections.Counter()
 
     def counted(name: str, function: Any) -> Any:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
             runs[name] += 1
-            return function(*arguments)
+            return function(*arguments, **options)
 
         return call
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import paddle
@@ -12,23 +13,27 @@ from tests.ops.conftest import TOLERANCES, Arrays, assert_gradients
 from tests.oracles import ops as oracle
 from tests.tolerances import assert_close
 from vha_paddle.errors import RunError
-from vha_paddle.ops import attention
+from vha_paddle.ops import attention, attention_gpu
 from vha_paddle.ops.attention import causal_attention
+from vha_paddle.ops.attention_gpu import plain_attention, windowed_attention
 
-# B, S, N, K, H
+# B, S, N, K, H, V
 SHAPES = {
-    "grouped": (2, 13, 6, 2, 5),
-    "one KV head": (1, 10, 4, 1, 3),
-    "a KV head each": (2, 9, 3, 3, 4),
-    "one head": (1, 8, 1, 1, 2),
-    "one position": (3, 1, 4, 2, 6),
-    "many heads": (1, 7, 20, 10, 2),
+    "grouped": (2, 13, 6, 2, 5, 5),
+    "one KV head": (1, 10, 4, 1, 3, 3),
+    "a KV head each": (2, 9, 3, 3, 4, 4),
+    "one head": (1, 8, 1, 1, 2, 2),
+    "one position": (3, 1, 4, 2, 6, 6),
+    "many heads": (1, 7, 20, 10, 2, 2),
+    "narrow values": (2, 11, 4, 2, 5, 3),
+    "wide values": (2, 11, 3, 3, 2, 7),
 }
-# B, T, N, K, H
+# B, T, N, K, H, V
 LONG_SHAPES = {
-    "grouped": (2, 16, 6, 2, 5),
-    "one KV head": (1, 16, 4, 1, 3),
-    "a KV head each": (2, 16, 3, 3, 4),
+    "grouped": (2, 16, 6, 2, 5, 5),
+    "one KV head": (1, 16, 4, 1, 3, 3),
+    "a KV head each": (2, 16, 3, 3, 4, 4),
+    "narrow values": (2, 16, 4, 2, 5, 3),
 }
 PIECES = {
     "inner zigzag": [(2, 4), (12, 14)],
@@ -47,11 +52,11 @@ def probabilities(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 
 def random_inputs(shape: tuple[int, ...]) -> tuple[Arrays, np.ndarray]:
-    B, S, N, K, H = shape
+    B, S, N, K, H, V = shape
     rng = np.random.default_rng(1)
-    heads = {"q_BSNH": N, "k_BTKH": K, "v_BTKH": K}
-    inputs = {name: rng.normal(0, 1.5, (B, S, count, H)) for name, count in heads.items()}
-    return inputs, rng.normal(size=(B, S, N, H))
+    shapes = {"q_BSNH": (B, S, N, H), "k_BTKH": (B, S, K, H), "v_BTKV": (B, S, K, V)}
+    inputs = {name: rng.normal(0, 1.5, size) for name, size in shapes.items()}
+    return inputs, rng.normal(size=(B, S, N, V))
 
 
 def positions_of(pieces: list[tuple[int, int]]) -> np.ndarray:
@@ -59,29 +64,35 @@ def positions_of(pieces: list[tuple[int, int]]) -> np.ndarray:
 
 
 def piece_case(
-    shape: tuple[int, ...], pieces: list[tuple[int, int]]
+    shape: tuple[int, ...], pieces: list[tuple[int, int]], **options: Any
 ) -> tuple[Arrays, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
     """Inputs, dy, y and gradients of the queries in `pieces`: the whole attention, no gradient from the others."""
     inputs, dy = random_inputs(shape)
     own = positions_of(pieces)
-    y, cache = oracle.causal_attention(*inputs.values())
+    y, cache = oracle.causal_attention(*inputs.values(), **options)
     dy_own = np.zeros_like(dy)
     dy_own[:, own] = dy[:, own]
     dq, dk, dv = oracle.causal_attention_backward(dy_own, cache)
     part = inputs | {"q_BSNH": inputs["q_BSNH"][:, own]}
-    return part, dy[:, own], y[:, own], {"q_BSNH": dq[:, own], "k_BTKH": dk, "v_BTKH": dv}
+    return part, dy[:, own], y[:, own], {"q_BSNH": dq[:, own], "k_BTKH": dk, "v_BTKV": dv}
 
 
-def assert_pieces_equal_the_equations(shape: tuple[int, ...], pieces: list[tuple[int, int]], dtype: str) -> None:
-    inputs, dy, y, gradients = piece_case(shape, pieces)
-    assert_gradients(functools.partial(causal_attention, pieces=pieces), inputs, y, dy, gradients, dtype)
+def assert_pieces_equal_the_equations(
+    shape: tuple[int, ...],
+    pieces: list[tuple[int, int]],
+    dtype: str,
+    form: attention_gpu.Attention = causal_attention,
+    **options: Any,
+) -> None:
+    inputs, dy, y, gradients = piece_case(shape, pieces, **options)
+    assert_gradients(functools.partial(form, pieces=pieces, **options), inputs, y, dy, gradients, dtype)
 
 
-def assert_equals_the_equations(shape: tuple[int, ...], dtype: str) -> None:
+def assert_equals_the_equations(shape: tuple[int, ...], dtype: str, **options: Any) -> None:
     inputs, dy = random_inputs(shape)
-    y, cache = oracle.causal_attention(*inputs.values())
+    y, cache = oracle.causal_attention(*inputs.values(), **options)
     gradients = dict(zip(inputs, oracle.causal_attention_backward(dy, cache), strict=True))
-    assert_gradients(causal_attention, inputs, y, dy, gradients, dtype)
+    assert_gradients(functools.partial(causal_attention, **options), inputs, y, dy, gradients, dtype)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
@@ -99,7 +110,7 @@ def test_the_blocks_do_not_show(
 
 
 def test_a_sequence_longer_than_a_block_equals_the_equations(probabilities: None, dtype: str) -> None:
-    assert_equals_the_equations((1, 2 * attention._BLOCK_ROWS // 2 + 3, 2, 1, 4), dtype)
+    assert_equals_the_equations((1, 2 * attention._BLOCK_ROWS // 2 + 3, 2, 1, 4, 4), dtype)
 
 
 @pytest.mark.parametrize("t", [0, 5, 12])
@@ -122,19 +133,99 @@ def test_scores_far_apart_stay_exact(dtype: str) -> None:
     np.testing.assert_array_equal(causal_attention(q_BSNH, k_BTKH, v_BTKH).numpy(), [[[[3.0]], [[3.0]]]])
 
 
-def test_the_form_in_paddle_operations_is_the_same_function() -> None:
-    inputs, dy = random_inputs(SHAPES["grouped"])
-    y, cache = oracle.causal_attention(*inputs.values())
-    gradients = dict(zip(inputs, oracle.causal_attention_backward(dy, cache), strict=True))
-    whole = functools.partial(attention._attention_with_paddle, pieces=[(0, 13)])
-    assert_gradients(whole, inputs, y, dy, gradients, "float64")
+@pytest.mark.parametrize("pieces", [[(0, 16)], *PIECES.values()], ids=["whole", *PIECES.keys()])
+@pytest.mark.parametrize("shape", LONG_SHAPES.values(), ids=LONG_SHAPES.keys())
+@pytest.mark.parametrize("window", [None, 1, 3, 15])
+def test_the_form_in_paddle_operations_is_the_same_function(
+    shape: tuple[int, ...], pieces: list[tuple[int, int]], window: int | None
+) -> None:
+    assert_pieces_equal_the_equations(shape, pieces, "float64", plain_attention, window=window, scale=0.3)
+
+
+@pytest.mark.parametrize("pieces", [[(0, 16)], *PIECES.values()], ids=["whole", *PIECES.keys()])
+@pytest.mark.parametrize("window", [1, 3, 7, 15])
+def test_the_windowed_form_in_paddle_operations_is_the_same_function(
+    pieces: list[tuple[int, int]], window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_gpu, "_WINDOWED_QUERIES", 4)
+    for shape in LONG_SHAPES.values():
+        assert_pieces_equal_the_equations(shape, pieces, "float64", windowed_attention, window=window, scale=0.3)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 6, 12, 13, 100])
+def test_a_window_and_its_gradients_equal_the_equations(
+    window: int, probabilities: None, dtype: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_BLOCK_ROWS", 12)  # windows shorter than a block, as long, longer
+    for shape in SHAPES.values():
+        assert_equals_the_equations(shape, dtype, window=window)
 
 
 @pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES.keys())
-def test_the_form_in_paddle_operations_takes_pieces(pieces: list[tuple[int, int]]) -> None:
-    inputs, dy, y, gradients = piece_case(LONG_SHAPES["grouped"], pieces)
-    part = functools.partial(attention._attention_with_paddle, pieces=pieces)
-    assert_gradients(part, inputs, y, dy, gradients, "float64")
+@pytest.mark.parametrize("window", [1, 2, 5, 9, 15])
+def test_pieces_see_through_the_window_what_the_whole_sees(
+    pieces: list[tuple[int, int]], window: int, probabilities: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_BLOCK_ROWS", 9)
+    for shape in LONG_SHAPES.values():
+        assert_pieces_equal_the_equations(shape, pieces, "float64", window=window, scale=0.3)
+
+
+@pytest.mark.parametrize("window", [40, 128, 300])
+def test_a_window_in_a_sequence_of_many_blocks_equals_the_equations(window: int, dtype: str) -> None:
+    assert_equals_the_equations((1, 3 * attention._BLOCK_ROWS // 2 + 3, 2, 1, 4, 4), dtype, window=window)
+
+
+def test_keys_outside_the_window_are_not_computed_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of 4 queries and a window of 3 needs 6 keys, wherever it stands: the work is in proportion."""
+    keys = []
+
+    def counted(q_RH: paddle.Tensor, k_TH: paddle.Tensor, block: attention._Block, *rest: Any, **out: Any) -> None:
+        keys.append(out["out"].shape[1])
+        probabilities(q_RH, k_TH, block, *rest, **out)
+
+    probabilities = attention._probabilities
+    monkeypatch.setattr(attention, "_probabilities", counted)
+    monkeypatch.setattr(attention, "_BLOCK_ROWS", 8)
+    x = paddle.randn([1, 20, 2, 3])
+    causal_attention(x, x[:, :, :1], x[:, :, :1], window=3)
+    assert keys == [4, 6, 6, 6, 6]
+
+
+def test_a_window_of_the_whole_sequence_gives_the_bits_of_none() -> None:
+    inputs = [paddle.to_tensor(x) for x in random_inputs(LONG_SHAPES["grouped"])[0].values()]
+    np.testing.assert_array_equal(causal_attention(*inputs, window=16).numpy(), causal_attention(*inputs).numpy())
+
+
+def test_keys_and_values_before_the_window_count_for_nothing(probabilities: None, dtype: str) -> None:
+    inputs, dy, _, _ = piece_case(LONG_SHAPES["grouped"], PIECES["one position"])
+    outputs = []
+    for beyond in [0.0, np.nan]:
+        tensors = [paddle.to_tensor(x.astype(dtype)) for x in inputs.values()]
+        for x in tensors[1:]:
+            x[:, :5] = beyond
+        for x in tensors:
+            x.stop_gradient = False
+        y_BSNV = causal_attention(*tensors, PIECES["one position"], window=3)
+        y_BSNV.backward(paddle.to_tensor(dy.astype(dtype)))
+        for x in tensors[1:]:
+            np.testing.assert_array_equal(x.grad.numpy()[:, :5], 0)
+            assert (x.grad.numpy()[:, 5:8] != 0).all()
+        outputs.append(y_BSNV.numpy())
+    np.testing.assert_array_equal(*outputs)
+
+
+@pytest.mark.parametrize("window", [0, -3])
+def test_a_window_without_the_query_itself_is_refused(window: int) -> None:
+    x = paddle.zeros([1, 4, 2, 2])
+    with pytest.raises(ValueError, match=f"window {window} must be at least 1"):
+        causal_attention(x, x, x, window=window)
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0])
+def test_the_scale_is_the_callers(scale: float, probabilities: None, dtype: str) -> None:
+    for shape in SHAPES.values():
+        assert_equals_the_equations(shape, dtype, scale=scale)
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
@@ -163,7 +254,7 @@ def test_the_blocks_of_a_piece_do_not_show(
 
 def test_pieces_longer_than_a_block_equal_the_equations(probabilities: None, dtype: str) -> None:
     step = attention._BLOCK_ROWS // 2
-    assert_pieces_equal_the_equations((1, 4 * step, 2, 1, 4), [(5, step + 8), (2 * step + 1, 4 * step - 9)], dtype)
+    assert_pieces_equal_the_equations((1, 4 * step, 2, 1, 4, 4), [(5, step + 8), (2 * step + 1, 4 * step - 9)], dtype)
 
 
 @pytest.mark.parametrize("shape", LONG_SHAPES.values(), ids=LONG_SHAPES.keys())
@@ -188,8 +279,10 @@ def test_the_pieces_of_two_ranks_make_up_the_whole(shape: tuple[int, ...], dtype
         assert_close(first[i] + second[i], whole[i], TOLERANCES[dtype], name)
 
 
-@pytest.mark.parametrize("form", [causal_attention, attention._attention_with_paddle], ids=["blocks", "Paddle"])
-def test_keys_and_values_after_the_last_query_count_for_nothing(form: attention.Attention, dtype: str) -> None:
+@pytest.mark.parametrize(
+    "form", [causal_attention, functools.partial(plain_attention, window=None, scale=0.4)], ids=["blocks", "Paddle"]
+)
+def test_keys_and_values_after_the_last_query_count_for_nothing(form: attention_gpu.Attention, dtype: str) -> None:
     inputs, dy, _, _ = piece_case(LONG_SHAPES["grouped"], PIECES["inner zigzag"])
     outputs = []
     for beyond in [0.0, np.nan]:
@@ -233,8 +326,15 @@ def test_pieces_that_do_not_fit_are_refused(pieces: list[tuple[int, int]] | None
         causal_attention(q_BSNH, k_BTKH, k_BTKH, pieces)
 
 
-@pytest.mark.parametrize("shape", [[2, 16, 2, 3], [1, 16, 2, 4], [1, 15, 2, 3]], ids=["batch", "head", "length"])
-@pytest.mark.parametrize("wrong", [[1], [2], [1, 2]], ids=["keys", "values", "both"])
+@pytest.mark.parametrize(
+    ("shape", "wrong"),
+    [
+        *(([2, 16, 2, 3], wrong) for wrong in ([1], [2], [1, 2])),
+        *(([1, 15, 2, 3], wrong) for wrong in ([1], [2], [1, 2])),
+        *(([1, 16, 1, 3], wrong) for wrong in ([1], [2])),
+        *(([1, 16, 2, 4], wrong) for wrong in ([1], [1, 2])),  # values may have another width
+    ],
+)
 def test_keys_or_values_of_another_shape_are_refused(shape: list[int], wrong: list[int]) -> None:
     tensors = [paddle.zeros([1, 16, 4, 3]), paddle.zeros([1, 16, 2, 3]), paddle.zeros([1, 16, 2, 3])]
     for i in wrong:
@@ -243,13 +343,14 @@ def test_keys_or_values_of_another_shape_are_refused(shape: list[int], wrong: li
         causal_attention(*tensors)
 
 
-def flash_kernel(last_query_at_last_key: bool, scale_of_gradient: float = 1.0) -> attention.Attention:
-    """What stands for the GPU's kernel: queries end at the last key, or begin at the first."""
+def flash_kernel(last_query_at_last_key: bool, scale_of_gradient: float = 1.0) -> attention_gpu.Attention:
+    """What stands for the GPU's kernel: queries end at the last key, or begin at the first; one width, its scale."""
 
     def kernel(q_BSNH: paddle.Tensor, k_BTKH: paddle.Tensor, v_BTKH: paddle.Tensor) -> paddle.Tensor:
-        S, T = q_BSNH.shape[1], k_BTKH.shape[1]
+        S, T, H = q_BSNH.shape[1], *k_BTKH.shape[1::2]
+        assert v_BTKH.shape == k_BTKH.shape and q_BSNH.shape[3] == H
         start = T - S if last_query_at_last_key else 0
-        y_BSNH = attention._attention_with_paddle(q_BSNH, k_BTKH, v_BTKH, [(start, start + S)])
+        y_BSNH = plain_attention(q_BSNH, k_BTKH, v_BTKH, [(start, start + S)], None, H**-0.5)
         return scale_of_gradient * y_BSNH + (1 - scale_of_gradient) * y_BSNH.detach()
 
     return kernel
@@ -257,18 +358,19 @@ def flash_kernel(last_query_at_last_key: bool, scale_of_gradient: float = 1.0) -
 
 @pytest.fixture
 def unchecked() -> Iterator[None]:
-    attention._require_mask_at_last_key.cache_clear()
+    attention_gpu._require_mask_at_last_key.cache_clear()
     yield
-    attention._require_mask_at_last_key.cache_clear()
+    attention_gpu._require_mask_at_last_key.cache_clear()
 
 
 @pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES.keys())
 def test_a_kernel_whose_mask_ends_at_the_last_key_computes_the_pieces(
     pieces: list[tuple[int, int]], unchecked: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_flash", flash_kernel(True))
-    inputs, dy, y, gradients = piece_case(LONG_SHAPES["grouped"], pieces)
-    assert_gradients(functools.partial(attention._flash_attention, pieces=pieces), inputs, y, dy, gradients, "float64")
+    monkeypatch.setattr(attention_gpu, "_flash", flash_kernel(True))
+    for shape in [*LONG_SHAPES.values(), (2, 16, 3, 3, 2, 7)]:
+        for scale in (shape[4] ** -0.5, 0.3):
+            assert_pieces_equal_the_equations(shape, pieces, "float64", attention_gpu.flash_attention, scale=scale)
 
 
 @pytest.mark.parametrize(
@@ -277,12 +379,12 @@ def test_a_kernel_whose_mask_ends_at_the_last_key_computes_the_pieces(
     ids=["mask at the first key", "wrong gradients", "not a number"],
 )
 def test_a_kernel_that_cannot_compute_a_part_is_refused_with_the_remedy(
-    kernel: attention.Attention, unchecked: None, monkeypatch: pytest.MonkeyPatch
+    kernel: attention_gpu.Attention, unchecked: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_flash", kernel)
+    monkeypatch.setattr(attention_gpu, "_flash", kernel)
     tensors = [paddle.to_tensor(x) for x in piece_case(LONG_SHAPES["grouped"], [(2, 16)])[0].values()]
     with paddle.no_grad(), pytest.raises(RunError, match="set parallel.context=1"):
-        attention._flash_attention(*tensors, [(2, 16)])
+        attention_gpu.flash_attention(*tensors, [(2, 16)], 0.4)
 
 
 def test_a_kernel_is_checked_once(unchecked: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,8 +394,8 @@ def test_a_kernel_is_checked_once(unchecked: None, monkeypatch: pytest.MonkeyPat
         calls.append(tensors[1].shape[1])
         return flash_kernel(True)(*tensors)
 
-    monkeypatch.setattr(attention, "_flash", counted)
+    monkeypatch.setattr(attention_gpu, "_flash", counted)
     tensors = [paddle.to_tensor(x) for x in piece_case(LONG_SHAPES["grouped"], [(0, 4), (12, 16)])[0].values()]
     for _ in range(2):
-        attention._flash_attention(*tensors, [(0, 4), (12, 16)])
-    assert calls == [4, attention._CHECKED_KEYS, 16, 4, 16]
+        attention_gpu.flash_attention(*tensors, [(0, 4), (12, 16)], 0.4)
+    assert calls == [4, attention_gpu._CHECKED_KEYS, 16, 4, 16]

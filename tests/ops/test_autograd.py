@@ -36,6 +36,9 @@ CASES = {
     "attention of pieces": Case(
         lambda q, k, v: causal_attention(q, k, v, [(0, 2), (5, 8)]), ((1, 5, 4, 3), (1, 9, 2, 3), (1, 9, 2, 3))
     ),
+    "attention through a window": Case(
+        lambda q, k, v: causal_attention(q, k, v, window=2, scale=0.7), ((1, 5, 4, 3), (1, 5, 2, 3), (1, 5, 2, 4))
+    ),
     "dropout": Case(lambda x: dropout(x, 0.3, 7, np.arange(2), np.arange(5)), ((2, 5, 6),)),
     "swiglu": Case(swiglu, ((2, 5, 6), (2, 5, 6))),
     "linear": Case(linear, ((2, 5, 6), (6, 3))),

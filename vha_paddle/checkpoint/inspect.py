@@ -45,7 +45,7 @@ def describe(path: Path) -> dict[str, Any]:
     """
     checkpoint = open_without_digests(path)
     state, recipe = checkpoint.state, checkpoint.recipe
-    model, optimizer = checkpoint.model_tensors(), checkpoint.optimizer_tensors()
+    model, optimizer, router = checkpoint.model_tensors(), checkpoint.optimizer_tensors(), checkpoint.router_tensors()
     return {
         "path": str(checkpoint.path),
         "run": recipe.run.name,
@@ -58,7 +58,7 @@ def describe(path: Path) -> dict[str, Any]:
         "parameters": sum(math.prod(entry.shape) for entry in model.entries.values()),
         "bytes": sum(file.bytes for file in checkpoint.files.values()),
         "files": [{"name": name, "bytes": file.bytes} for name, file in checkpoint.files.items()],
-        "tensors": [_row(name, tensors.entries[name]) for tensors in (model, optimizer) for name in tensors],
+        "tensors": [_row(name, tensors.entries[name]) for tensors in (model, optimizer, router) for name in tensors],
     }
 
 
@@ -88,6 +88,7 @@ def find_faults(path: Path, progress: Progress) -> dict[str, str | None]:
             checkpoint = open_without_digests(path)
             checkpoint.model_tensors()
             checkpoint.optimizer_tensors()
+            checkpoint.router_tensors()
         except UserError as error:
             raise RunError(str(error)) from None
     return faults
@@ -122,6 +123,9 @@ def _write(checkpoint: Checkpoint, directory: Path, num_files: int, progress: Pr
         "model": checkpoint.model_tensors(),
         "optimizer": checkpoint.optimizer_tensors(),
     }
+    router = checkpoint.router_tensors()
+    if router.entries:  # of a mixture of experts
+        contents["router"] = router
     for content, tensors in contents.items():
         shares = divide({name: entry.num_bytes for name, entry in tensors.entries.items()}, num_files)
         for number, names in enumerate(shares):
@@ -160,7 +164,7 @@ def _row(name: str, entry: LogicalEntry) -> dict[str, Any]:
     parts = []
     for piece in entry.pieces:
         cut = piece.cut
-        where = {} if cut is None else {"view": cut.view, "axis": cut.axis, "start": cut.start, "stop": cut.stop}
+        where = {} if cut is None else {"view": cut.view, "start": cut.start, "stop": cut.stop}
         parts.append({"file": piece.file.path.name, **where})
     return {"name": name, "shape": entry.shape, "dtype": entry.dtype.name, "parts": parts}
 

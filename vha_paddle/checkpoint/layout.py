@@ -3,6 +3,7 @@
     RUN/checkpoints/step-00000300/
         model-00003-of-00016.safetensors      the parameters, or parts of them, that rank 3 of 16 answers for
         optimizer-00003-of-00016.safetensors  AdamW's moments (and float32 master weights) of the same
+        router-00000-of-00016.safetensors     load and biases of the routers of a mixture of experts
         recipe.yaml                           the resolved recipe
         tokenizer.model                       the SentencePiece model of the data
         state.json                            step, tokens, samples: where the run stood
@@ -40,14 +41,15 @@ RECIPE_FILE = "recipe.yaml"
 TOKENIZER_FILE = "tokenizer.model"
 STATE_FILE = "state.json"
 MANIFEST_FILE = "manifest.json"
+METRICS_FILE = "metrics.jsonl"  # of the run, beside checkpoints/
 
 # Linear weights are [in, out], as Paddle multiplies; virtual heads are numbered n = group * P + physical head.
 TENSOR_METADATA = {"format": "vha_paddle", "linear_layout": "in_out", "head_order": "group_major"}
 
-Content = Literal["model", "optimizer"]
+Content = Literal["model", "optimizer", "router"]
 
 _STEP_DIRECTORY = re.compile(r"^step-(\d{8})$")
-_TENSOR_FILE = re.compile(r"(model|optimizer)-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
+_TENSOR_FILE = re.compile(r"(model|optimizer|router)-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
 _CHUNK_BYTES = 256 << 10
 _MAX_DIGEST_THREADS = 8
 
@@ -59,8 +61,8 @@ class RunState:
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # for reading one back
 
-    step: Annotated[int, Field(gt=0)]
-    """Optimizer steps done."""
+    step: Annotated[int, Field(ge=0)]
+    """Optimizer steps done; 0 for weights that no run has trained, which have no optimizer state either."""
     tokens: Annotated[int, Field(ge=0)]
     """Training tokens seen, over all ranks."""
     samples: Annotated[int, Field(ge=0)]
@@ -98,6 +100,10 @@ class Checkpoint:
         """The optimizer's state, under `<parameter>.<slot>`. Raises as `model_tensors`."""
         return self._tensors("optimizer")
 
+    def router_tensors(self) -> LogicalTensors:
+        """What the routers remember (`model.balance`); none of a model without experts. Raises as `model_tensors`."""
+        return self._tensors("router")
+
     def _tensors(self, content: Content) -> LogicalTensors:
         files = [read_tensors(self.path / name) for name in tensor_files(self.files, content)]
         for file in files:
@@ -114,7 +120,7 @@ def tensor_file(content: Content, number: int, total: int) -> str:
 
 
 def tensor_files(names: Iterable[str], content: Content) -> list[str]:
-    """Those of `names` that hold tensors of the model, or of the optimizer."""
+    """Those of `names` that hold tensors of the model, the optimizer or the routers."""
     matches = (_TENSOR_FILE.fullmatch(name) for name in names)
     return sorted(match[0] for match in matches if match and match[1] == content)
 

@@ -44,6 +44,20 @@ def load_parameters(parameters: Mapping[str, paddle.Tensor], tensors: LogicalTen
             _fill(parameter, parameter, tensors, info_of(parameter).name, mesh)
 
 
+def load_masters(optimizer: OptimizerState, tensors: LogicalTensors, mesh: Mesh) -> None:
+    """Fill the master weights, if the optimizer keeps any, with the model's weights; every rank calls it.
+
+    An optimizer makes its masters from the parameters that it is given: without this, its first step would undo
+    `load_parameters`.
+    """
+    masters = optimizer.slots().get("master", {})
+    with together(mesh):
+        for parameter in optimizer.parameters:
+            name = info_of(parameter).name
+            if name in masters:  # another sharding rank owns the rest
+                _fill(masters[name], parameter, tensors, name, mesh)
+
+
 def load_optimizer(optimizer: OptimizerState, checkpoint: Checkpoint, mesh: Mesh) -> None:
     """Fill the optimizer's state as it was when the checkpoint was written.
 
@@ -64,9 +78,26 @@ def load_optimizer(optimizer: OptimizerState, checkpoint: Checkpoint, mesh: Mesh
                 power.set_value(value.reshape(power.shape))
 
 
+def router_state(expected: Mapping[str, np.ndarray[Any, Any]], checkpoint: Checkpoint) -> dict[str, Any]:
+    """What the routers remembered when the checkpoint was written, for a model whose state is like `expected`.
+
+    Raises:
+        UserError: a tensor is missing or of another shape or dtype.
+    """
+    tensors, state = checkpoint.router_tensors(), {}
+    for name, like in expected.items():
+        array = state[name] = np.array(tensors.array(name))
+        if (array.shape, array.dtype) != (like.shape, like.dtype):
+            raise UserError(
+                f"{tensors.path}: {name} is {array.dtype.name} {list(array.shape)}, the model needs "
+                f"{like.dtype.name} {list(like.shape)}; the recipe does not match the checkpoint"
+            )
+    return state
+
+
 def _fill(target: Any, parameter: paddle.Tensor, tensors: LogicalTensors, name: str, mesh: Mesh) -> None:
     placement = info_of(parameter).placement
-    local = np.ascontiguousarray(tensors.part(name, placement, mesh.tensor_rank, mesh.tensor_degree))
+    local = np.ascontiguousarray(tensors.part(name, placement, mesh.seat))
     is_same = str(target.dtype).removeprefix("paddle.") == local.dtype.name and local.dtype.name != "bfloat16"
     target.set_value(local if is_same else device_tensor(local, target.dtype))  # an array is copied once
 

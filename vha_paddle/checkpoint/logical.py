@@ -1,8 +1,8 @@
 """Logical tensors out of files that hold parts of them.
 
 Each rank writes the parts it answers for. The header of its file says which: for every tensor that is not whole,
-the logical shape, the view of it that has the split axis as an axis of its own (see `parallel.placement`), that
-axis, and where on it the part starts and stops. A header is checked against the others before anything is
+the logical shape, the view of it that has the cut axes as axes of their own (see `parallel.placement`), and where on
+each of the view's axes the part starts and stops. A header is checked against the others before anything is
 allocated from it: the parts of a tensor cover it exactly once.
 """
 
@@ -19,38 +19,47 @@ from typing import Any
 import numpy as np
 
 from vha_paddle.errors import UserError
-from vha_paddle.parallel.placement import Placement
+from vha_paddle.parallel.placement import Placement, Seat
 from vha_paddle.tensor_file import MAX_AXES, Entry, TensorFile
 
 CUTS_KEY = "parts"
 """Key of a file's metadata: a JSON object from tensor to `Cut`. A tensor without one is whole."""
 
-_CUT_FIELDS = ("shape", "view", "axis", "start", "stop")
+_CUT_FIELDS = ("shape", "view", "start", "stop")
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Which part of a logical tensor a stored one is: [start, stop) along an axis of a view."""
+    """Which part of a logical tensor a stored one is: [start, stop) along each axis of a view."""
 
     shape: tuple[int, ...]
     """Logical shape."""
     view: tuple[int, ...]
-    axis: int
-    start: int
-    stop: int
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
 
     @classmethod
-    def of(cls, placement: Placement, rank: int, degree: int) -> Cut | None:
-        """The part that `rank` of `degree` holds; None for the whole."""
-        if placement.axis is None or degree == 1:
-            return None
-        width = placement.view[placement.axis] // degree
-        return cls(placement.shape, placement.view, placement.axis, rank * width, (rank + 1) * width)
+    def of(cls, placement: Placement, seat: Seat) -> Cut | None:
+        """The part that a rank holds; None for the whole."""
+        start, stop = zip(*placement.box(seat), strict=True)
+        return None if stop == placement.view and not any(start) else cls(placement.shape, placement.view, start, stop)
 
     @property
     def region_shape(self) -> tuple[int, ...]:
         """Shape of the part as a region of the view."""
-        return (*self.view[: self.axis], self.stop - self.start, *self.view[self.axis + 1 :])
+        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+
+    def common(self, other: Cut) -> Cut | None:
+        """What two parts of one view have in common."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        empty = any(first >= last for first, last in zip(start, stop, strict=True))
+        return None if empty else Cut(self.shape, self.view, start, stop)
+
+    def within(self, outer: Cut) -> tuple[slice, ...]:
+        """Where this part lies in a larger one."""
+        bounds = zip(self.start, self.stop, outer.start, strict=True)
+        return tuple(slice(start - origin, stop - origin) for start, stop, origin in bounds)
 
 
 def cuts_metadata(cuts: Mapping[str, Cut | None]) -> dict[str, str]:
@@ -109,6 +118,9 @@ class LogicalTensors:
                 pieces.setdefault(name, []).append(Piece(file, name, entry, cuts.get(name)))
         self.entries = {name: _joined(path, pieces[name]) for name in sorted(pieces, key=natural_key)}
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
 
@@ -123,14 +135,11 @@ class LogicalTensors:
             return entry.pieces[0].region().reshape(entry.shape)
         first = entry.pieces[0].cut
         assert first is not None
-        logical = np.empty(first.view, entry.dtype)
-        for piece in entry.pieces:
-            assert piece.cut is not None
-            logical[_along(first.axis, piece.cut.start, piece.cut.stop)] = piece.region()
-        return logical.reshape(entry.shape)
+        whole = Cut(first.shape, first.view, (0,) * len(first.view), first.view)
+        return _assembled(entry, whole).reshape(entry.shape)
 
-    def part(self, name: str, placement: Placement, rank: int, degree: int) -> np.ndarray[Any, Any]:
-        """What `rank` of `degree` holds of tensor `name`; only that is read where the stored cut is the same.
+    def part(self, name: str, placement: Placement, seat: Seat) -> np.ndarray[Any, Any]:
+        """What a rank holds of tensor `name`; only that is read where the stored parts are of the same view.
 
         Raises:
             UserError: there is no such tensor, or it has another logical shape.
@@ -141,18 +150,10 @@ class LogicalTensors:
                 f"{self.path}: {name} has shape {list(entry.shape)}, the model needs {list(placement.shape)}; "
                 "the recipe does not match the checkpoint"
             )
-        wanted, stored = Cut.of(placement, rank, degree), entry.pieces[0].cut
-        if wanted is None or stored is None or (wanted.view, wanted.axis) != (stored.view, stored.axis):
-            return placement.slice_of(self.array(name), rank, degree)
-        regions = []
-        for piece in entry.pieces:
-            assert piece.cut is not None
-            start, stop = max(wanted.start, piece.cut.start), min(wanted.stop, piece.cut.stop)
-            if start < stop:
-                index = _along(wanted.axis, start - piece.cut.start, stop - piece.cut.start)
-                regions.append(piece.region()[index])
-        region = regions[0] if len(regions) == 1 else np.concatenate(regions, axis=wanted.axis)
-        return region.reshape(placement.local_shape(degree))
+        wanted, stored = Cut.of(placement, seat), entry.pieces[0].cut
+        if wanted is None or stored is None or wanted.view != stored.view:
+            return placement.slice_of(self.array(name), seat)
+        return _assembled(entry, wanted).reshape(placement.local_shape(seat))
 
     def _entry(self, name: str) -> LogicalEntry:
         if name not in self.entries:
@@ -165,8 +166,21 @@ def natural_key(name: str) -> list[str | int]:
     return [int(part) if index % 2 else part for index, part in enumerate(re.split("([0-9]{1,9})", name))]
 
 
-def _along(axis: int, start: int, stop: int) -> tuple[slice, ...]:
-    return (*[slice(None)] * axis, slice(start, stop))
+def _assembled(entry: LogicalEntry, wanted: Cut) -> np.ndarray[Any, Any]:
+    """A part, out of the stored ones that overlap with it: a view of the disk where it lies in one of them."""
+    found = []
+    for piece in entry.pieces:
+        assert piece.cut is not None
+        common = wanted.common(piece.cut)
+        if common is not None:
+            found.append((common, piece, piece.cut))
+    if len(found) == 1:
+        common, piece, cut = found[0]
+        return piece.region()[common.within(cut)]
+    region = np.empty(wanted.region_shape, entry.dtype)
+    for common, piece, cut in found:
+        region[common.within(wanted)] = piece.region()[common.within(cut)]
+    return region
 
 
 def _read_cuts(file: TensorFile) -> dict[str, Cut]:
@@ -182,18 +196,22 @@ def _read_cuts(file: TensorFile) -> dict[str, Cut]:
 
 def _cut(file: TensorFile, name: str, value: Any) -> Cut:
     try:
-        shape, view, axis, start, stop = (value[field] for field in _CUT_FIELDS)
-        numbers = [*shape, *view, axis, start, stop]
+        fields = [value[field] for field in _CUT_FIELDS]
         valid = (
             name in file.entries
-            and all(type(number) is int and number >= 0 for number in numbers)
-            and max(len(shape), len(view)) <= MAX_AXES
-            and math.prod(shape) == math.prod(view)
-            and start < stop <= view[axis]
+            and all(type(field) is list for field in fields)
+            and all(type(number) is int and number >= 0 for field in fields for number in field)
         )
-        cut = Cut(tuple(shape), tuple(view), axis, start, stop)
-        valid = valid and math.prod(cut.region_shape) == math.prod(file.entries[name].shape)
-    except (KeyError, IndexError, TypeError, ValueError):
+        cut = Cut(*(tuple(field) for field in fields))
+        valid = (
+            valid
+            and max(len(cut.shape), len(cut.view)) <= MAX_AXES
+            and len(cut.view) == len(cut.start) == len(cut.stop)
+            and math.prod(cut.shape) == math.prod(cut.view)
+            and all(a < b <= size for a, b, size in zip(cut.start, cut.stop, cut.view, strict=True))
+            and math.prod(cut.region_shape) == math.prod(file.entries[name].shape)
+        )
+    except (KeyError, TypeError):
         valid = False
     if not valid:
         raise UserError(f"{file.path}: metadata {CUTS_KEY} of tensor {name} is invalid; the file is damaged")
@@ -211,18 +229,37 @@ def _joined(path: Path, pieces: list[Piece]) -> LogicalEntry:
             raise UserError(f"{where} is in {files}; use another checkpoint")
         return LogicalEntry(first.entry.dtype, first.entry.shape, (first,))
     cuts.sort(key=lambda pair: pair[0].start)
-    shape, view, axis = cuts[0][0].shape, cuts[0][0].view, cuts[0][0].axis
-    if len(cuts) != len(pieces) or any((cut.shape, cut.view, cut.axis) != (shape, view, axis) for cut, _ in cuts):
+    shape, view = cuts[0][0].shape, cuts[0][0].view
+    if len(cuts) != len(pieces) or any((cut.shape, cut.view) != (shape, view) for cut, _ in cuts):
         raise UserError(f"{where} is cut differently in its files; use another checkpoint")
     if any(piece.entry.dtype != first.entry.dtype for piece in pieces):
         raise UserError(f"{where} has several dtypes; use another checkpoint")
-    position = 0
-    for cut, piece in cuts:
-        if cut.start != position:
-            fault = "a part is missing before the one" if cut.start > position else "parts overlap with the one"
-            raise UserError(f"{where}: {fault} in {piece.file.path.name}; use another checkpoint")
-        position = cut.stop
-    if position != view[axis]:
-        last = cuts[-1][1].file.path.name
-        raise UserError(f"{where}: a part is missing after the one in {last}; use another checkpoint")
+    fault = _fault_of_cover(cuts)
+    if fault is not None:
+        raise UserError(f"{where}: {fault}; use another checkpoint")
     return LogicalEntry(first.entry.dtype, shape, tuple(piece for _, piece in cuts))
+
+
+def _fault_of_cover(cuts: list[tuple[Cut, Piece]]) -> str | None:
+    """What keeps parts of one view from being the cells of a grid over it, each there once; None where they are."""
+    cells: dict[Cut, Piece] = {}
+    for cut, piece in cuts:
+        if cut in cells:
+            return f"parts overlap with the one in {piece.file.path.name}"
+        cells[cut] = piece
+    view, count = cuts[0][0].view, 1
+    for axis, size in enumerate(view):
+        spans = {(cut.start[axis], cut.stop[axis]): piece for cut, piece in cuts}
+        position, name = 0, ""
+        for (start, stop), piece in sorted(spans.items(), key=lambda item: item[0]):
+            name = piece.file.path.name
+            if start != position:
+                fault = "a part is missing before the one" if start > position else "parts overlap with the one"
+                return f"{fault} in {name}"
+            position = stop
+        if position != size:
+            return f"a part is missing after the one in {name}"
+        count *= len(spans)
+    if count != len(cells):
+        return f"a part is missing beside the one in {cuts[-1][1].file.path.name}"
+    return None

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +30,7 @@ from vha_paddle.parallel.placement import info_of
 CLOSING_SECONDS = 60.0  # for other ranks to finish a save while this one ends with an error
 
 Read = Callable[[], np.ndarray[Any, Any]]
+Router = Mapping[str, np.ndarray[Any, Any]]
 
 
 class OptimizerState(Protocol):
@@ -56,8 +57,9 @@ class CheckpointSaver:
         # Kept from save to save: the first write to a page of new memory costs ten times the copy.
         self._copies: dict[str, np.ndarray[Any, Any]] = {}
 
-    def save(self, state: RunState, optimizer: OptimizerState) -> Path:
-        """Write the checkpoint of `state.step`; every rank calls it.
+    def save(self, state: RunState, optimizer: OptimizerState, router: Router | None = None) -> Path:
+        """Write the checkpoint of `state.step`; every rank calls it. `router` is what the routers of a mixture of
+        experts remember, the same on every rank.
 
         Under `checkpoint.asynchronous` the state must not change before `wait_for_copy`, and the checkpoint is there
         after `wait`.
@@ -82,6 +84,8 @@ class CheckpointSaver:
                 self._copy(name, tensor)
 
         contents = own_tensors(optimizer, mesh, read_copy if asynchronous else _read_in_place)
+        if router is not None and mesh.is_main:
+            contents["router"] = {name: _own_array(array) for name, array in router.items()}
         common = CommonFiles(self.recipe, self.tokenizer, state)
         self._writing = Writing(
             temporary, final, mesh.rank, mesh.num_ranks, contents, common, copy if asynchronous else None
@@ -159,7 +163,13 @@ class CheckpointSaver:
 
 
 def save_checkpoint(
-    output: Path, state: RunState, optimizer: OptimizerState, recipe: Recipe, tokenizer: Path, mesh: Mesh
+    output: Path,
+    state: RunState,
+    optimizer: OptimizerState,
+    recipe: Recipe,
+    tokenizer: Path,
+    mesh: Mesh,
+    router: Router | None = None,
 ) -> Path:
     """Write one checkpoint and wait until it is complete; every rank calls it.
 
@@ -167,7 +177,7 @@ def save_checkpoint(
         RunError: a rank could not write. Nothing that looks like a checkpoint is left.
     """
     saver = CheckpointSaver(output, recipe, tokenizer, mesh)
-    path = saver.save(state, optimizer)
+    path = saver.save(state, optimizer, router)
     saver.wait()
     return path
 
@@ -191,7 +201,7 @@ def own_tensors(
     slots = optimizer.slots()
     for parameter in answered_for(optimizer.parameters, mesh):
         info = info_of(parameter)
-        cut = Cut.of(info.placement, mesh.tensor_rank, mesh.tensor_degree)
+        cut = Cut.of(info.placement, mesh.seat)
         model[info.name] = _own(info.name, parameter, cut, reader)
         for slot, tensors in slots.items():
             if info.name in tensors:  # a float32 parameter has no master weight
@@ -207,6 +217,11 @@ def own_tensors(
 def _own(name: str, tensor: paddle.Tensor, cut: Cut | None, reader: Callable[[str, paddle.Tensor], Read]) -> OwnTensor:
     dtype = np.dtype(str(tensor.dtype).removeprefix("paddle."))
     return OwnTensor((dtype, tuple(tensor.shape)), cut, reader(name, tensor))
+
+
+def _own_array(array: np.ndarray[Any, Any]) -> OwnTensor:
+    """One that is never written to, so it needs no copy."""
+    return OwnTensor((array.dtype, array.shape), None, lambda: array)
 
 
 def _read_in_place(name: str, tensor: paddle.Tensor) -> Read:

@@ -9,14 +9,16 @@ from paddle import nn
 from vha_paddle.attention import REGISTRY
 from vha_paddle.attention.base import RotaryTables
 from vha_paddle.config import Model
+from vha_paddle.model.balance import Balance
 from vha_paddle.model.mlp import MLP
+from vha_paddle.model.moe import MoE
 from vha_paddle.ops.dropout import dropout, dropout_key
 from vha_paddle.parallel.recompute import recomputed
 from vha_paddle.parallel.scope import RMSNorm, Scope
 
 
 class BatchContext:
-    """What the blocks of a model share: the rotary tables, and which sequences are being run."""
+    """What the blocks of a model share: rotary tables, the sequences that are being run, the balance of experts."""
 
     def __init__(self, config: Model, scope: Scope) -> None:
         self.rope = {
@@ -26,6 +28,17 @@ class BatchContext:
         """By the number of channels that they turn."""
         self.samples_B = np.zeros(0, np.int64)
         """Indices of the microbatch's sequences among all of the run; dropout is a function of them."""
+        self.balance: Balance | None = None
+        if config.experts is not None:
+            self.balance = Balance(config.experts, config.num_hidden_layers, scope.mesh)
+
+
+def _feed_forward(config: Model, layer: int, scope: Scope, balance: Balance | None) -> MLP | MoE:
+    width, spread = config.hidden_size, config.initializer_range
+    if config.experts is not None and balance is not None:
+        return MoE(width, config.experts, spread, scope, balance, layer)
+    assert config.intermediate_size is not None, "checked with the recipe"
+    return MLP(width, config.intermediate_size, spread, scope)
 
 
 class Block(nn.Layer):
@@ -38,11 +51,13 @@ class Block(nn.Layer):
         self.rope = context.rope[attention.rope_dim]
         self.context, self.mesh = context, scope.mesh
         self.input_layernorm = RMSNorm(scope.child("input_layernorm"), width, eps)
+        window = config.window_of(layer)
+        sliding = {} if window is None else {"window": window}  # the kinds that cannot slide take none
         self.self_attn = REGISTRY[attention.kind](
-            width, attention, eps, config.initializer_range, scope.child("self_attn")
+            width, attention, eps, config.initializer_range, scope.child("self_attn"), **sliding
         )
         self.post_attention_layernorm = RMSNorm(scope.child("post_attention_layernorm"), width, eps)
-        self.mlp = MLP(width, config.intermediate_size, config.initializer_range, scope.child("mlp"))
+        self.mlp = _feed_forward(config, layer, scope.child("mlp"), context.balance)
         self.dropout_rate = config.hidden_dropout
         self.dropout_keys = tuple(dropout_key(scope.seed, f"{scope.path}.{name}") for name in ("self_attn", "mlp"))
         self.recompute = scope.recompute == "full"

@@ -17,6 +17,7 @@ from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.parallel.placement import info_of
 from vha_paddle.parallel.scope import RMSNorm, Scope, building
 from vha_paddle.parallel.sharding import Sharding
+from vha_paddle.precision.policy import Fp8
 
 
 class Decoder(nn.Layer):
@@ -28,6 +29,8 @@ class Decoder(nn.Layer):
         inner = scope.child("model")
         self.mesh, self.vocab_size = scope.mesh, config.vocab_size
         self.context = BatchContext(config, scope)
+        self.balance = self.context.balance
+        """Of a mixture of experts."""
         self.embed_tokens = inner.child("embed_tokens").vocab_embedding(config.vocab_size, config.hidden_size, init)
         self.layers = nn.LayerList(
             Block(config, index, inner.child("layers").child(index), self.context)
@@ -36,7 +39,9 @@ class Decoder(nn.Layer):
         self.norm = RMSNorm(inner.child("norm"), config.hidden_size, config.rms_norm_eps)
         self.lm_head: nn.Layer | None = None
         if not config.tie_word_embeddings:
-            self.lm_head = scope.child("lm_head").column_linear(config.hidden_size, config.vocab_size, init)
+            self.lm_head = (
+                scope.child("lm_head").without_fp8().column_linear(config.hidden_size, config.vocab_size, init)
+            )
         # a tied table is used at both ends, so it is no unit
         ends = [self.embed_tokens, self.lm_head] if self.lm_head is not None else []
         self.sharding = Sharding(self, [*self.layers, *ends], scope.mesh)
@@ -62,9 +67,12 @@ class Decoder(nn.Layer):
     def forward_backward(self, microbatches: Sequence[Microbatch], scale: float) -> float:
         """Add the gradients of `scale` times the summed cross-entropy; returns that sum, unscaled.
 
-        Under context parallelism it covers the positions that this rank holds.
+        Under context parallelism it covers the positions that this rank holds. The losses that balance experts add to
+        the gradients and not to the sum.
         """
         total = 0.0
+        if self.balance is not None:
+            self.balance.scale = scale
         for microbatch in microbatches:
             self.context.samples_B = microbatch.samples_B
             loss = self.loss(microbatch.tokens_BS, microbatch.labels_BS).sum()
@@ -92,8 +100,13 @@ class Decoder(nn.Layer):
 
 
 def build_decoder(
-    config: Model, mesh: Mesh, seed: int, dtype: str = "float32", memory: Memory | None = None
+    config: Model,
+    mesh: Mesh,
+    seed: int,
+    dtype: str = "float32",
+    memory: Memory | None = None,
+    fp8: Fp8 = "none",
 ) -> Decoder:
     """A decoder in one piece, initialised from `seed`; the values do not depend on the mesh."""
-    with building(mesh, dtype, seed, (memory or Memory()).recompute) as scope:
+    with building(mesh, dtype, seed, (memory or Memory()).recompute, fp8) as scope:
         return Decoder(config, scope)

@@ -15,6 +15,7 @@ from vha_paddle.model.block import BatchContext, Block
 from vha_paddle.model.decoder import Decoder, build_decoder
 from vha_paddle.model.microbatch import Microbatch
 from vha_paddle.parallel.init import Normal
+from vha_paddle.parallel.main_gradients import accumulate_in_float32
 from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.parallel.placement import info_of
 from vha_paddle.parallel.scope import RMSNorm, Scope, building
@@ -31,6 +32,7 @@ class PipelinedDecoder(nn.Layer):
         init = Normal(config.initializer_range)
         inner = scope.child("model")
         self.context = BatchContext(config, scope)
+        self.balance = self.context.balance
 
         def embedding(is_tied_copy: bool) -> nn.Layer:
             place = inner.child("embed_tokens")
@@ -50,10 +52,13 @@ class PipelinedDecoder(nn.Layer):
         else:
             parts.append(Part(functools.partial(_Head, config.hidden_size, config.vocab_size, init, scope)))
         self.pipeline = Pipeline(parts, mesh.cross_entropy, recipe.data.micro_batch_size, recipe.num_microbatches, mesh)
+        accumulate_in_float32(self.parameters())
 
     def forward_backward(self, microbatches: Sequence[Microbatch], scale: float) -> float:
         """As `Decoder.forward_backward`; the sum is on the last stage, and 0 on the others."""
         self.pipeline.stages.announce = self._announcing(microbatches)
+        if self.balance is not None:
+            self.balance.scale = scale
         return float(self.pipeline.forward_backward(*_columns(microbatches), scale).sum())
 
     def sequence_losses(self, microbatches: Sequence[Microbatch]) -> np.ndarray[Any, Any]:
@@ -80,7 +85,7 @@ class _Head(nn.Layer):
     def __init__(self, hidden_size: int, vocab_size: int, init: Normal, scope: Scope) -> None:
         super().__init__()
         self.mesh = scope.mesh
-        self.lm_head = scope.child("lm_head").column_linear(hidden_size, vocab_size, init)
+        self.lm_head = scope.child("lm_head").without_fp8().column_linear(hidden_size, vocab_size, init)
 
     def forward(self, x_BSD: paddle.Tensor) -> paddle.Tensor:
         return self.lm_head(self.mesh.enter_tensor_region(x_BSD))
@@ -93,6 +98,6 @@ def _columns(microbatches: Sequence[Microbatch]) -> tuple[list[paddle.Tensor], l
 def build_model(recipe: Recipe, mesh: Mesh, dtype: str) -> Decoder | PipelinedDecoder:
     """The recipe's decoder as this rank holds it, initialised from run.seed alike in every layout."""
     if mesh.pipeline_degree == 1:
-        return build_decoder(recipe.model, mesh, recipe.run.seed, dtype, recipe.memory)
-    with building(mesh, dtype, recipe.run.seed, recipe.memory.recompute) as scope:
+        return build_decoder(recipe.model, mesh, recipe.run.seed, dtype, recipe.memory, recipe.precision.fp8)
+    with building(mesh, dtype, recipe.run.seed, recipe.memory.recompute, recipe.precision.fp8) as scope:
         return PipelinedDecoder(recipe, scope)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import paddle
 
 from vha_paddle.parallel.collectives import all_reduce_gradients
+from vha_paddle.parallel.main_gradients import gradient_of
 from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.parallel.ownership import answered_for, with_gradient
 from vha_paddle.parallel.placement import info_of
@@ -23,10 +24,10 @@ def complete_gradients(parameters: Sequence[paddle.Tensor], mesh: Mesh) -> None:
     """
     parameters = with_gradient(parameters, mesh)
     if mesh.tensor_degree > 1:
-        partial = [parameter.grad for parameter in parameters if info_of(parameter).placement.partial_gradient]
+        partial = [gradient_of(parameter) for parameter in parameters if info_of(parameter).placement.partial_gradient]
         all_reduce_gradients(partial, mesh.tensor_group)
     for groups, is_expert in ((mesh.gradient_groups, False), (mesh.expert_gradient_groups, True)):
-        gradients = [parameter.grad for parameter in parameters if info_of(parameter).is_expert == is_expert]
+        gradients = [gradient_of(parameter) for parameter in parameters if info_of(parameter).is_expert == is_expert]
         for group in groups:
             if mesh.sharding_stage > 1 and group is mesh.sharding_group and not is_expert:
                 continue  # done in backward
@@ -39,11 +40,11 @@ def clip_by_global_norm(parameters: Sequence[paddle.Tensor], max_norm: float, me
     Each part of each parameter is counted by the one rank that answers for it.
     """
     with paddle.no_grad():
-        squares = _sum_of_squares([parameter.grad for parameter in answered_for(parameters, mesh)])
+        squares = _sum_of_squares([gradient_of(parameter) for parameter in answered_for(parameters, mesh)])
         norm = math.sqrt(mesh.sum_over_ranks(squares))
         if norm > max_norm:
             for parameter in with_gradient(parameters, mesh):
-                parameter.grad.scale_(max_norm / norm)
+                gradient_of(parameter).scale_(max_norm / norm)
     return norm
 
 

@@ -15,12 +15,14 @@ from paddle.distributed.fleet.meta_parallel import (
     VocabParallelEmbedding,
 )
 
-from vha_paddle.ops.linear import linear
+from vha_paddle.ops.linear import Products, linear
 from vha_paddle.parallel.mesh import Mesh
 
 
 class ColumnLinear(ColumnParallelLinear):
-    def __init__(self, in_features: int, out_features: int, attribute: paddle.ParamAttr, mesh: Mesh) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, attribute: paddle.ParamAttr, mesh: Mesh, products: Products
+    ) -> None:
         super().__init__(
             in_features,
             out_features,
@@ -29,13 +31,16 @@ class ColumnLinear(ColumnParallelLinear):
             gather_output=False,
             mp_group=mesh.tensor_group,
         )
+        self.products = products
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        return linear(x, self.weight)
+        return linear(x, self.weight, self.products)
 
 
 class RowLinear(RowParallelLinear):
-    def __init__(self, in_features: int, out_features: int, attribute: paddle.ParamAttr, mesh: Mesh) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, attribute: paddle.ParamAttr, mesh: Mesh, products: Products
+    ) -> None:
         super().__init__(
             in_features,
             out_features,
@@ -44,10 +49,10 @@ class RowLinear(RowParallelLinear):
             input_is_parallel=True,
             mp_group=mesh.tensor_group,
         )
-        self.mesh = mesh
+        self.mesh, self.products = mesh, products
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        return self.mesh.leave_tensor_region(linear(x, self.weight))
+        return self.mesh.leave_tensor_region(linear(x, self.weight, self.products))
 
 
 class VocabEmbedding(VocabParallelEmbedding):

@@ -11,6 +11,7 @@ import paddle.distributed as dist
 
 from vha_paddle.ops.loss import cross_entropy
 from vha_paddle.parallel import collectives
+from vha_paddle.parallel.placement import Seat
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,11 @@ class Mesh:
     def is_main(self) -> bool:
         """Whether this process logs and writes what is written once."""
         return self.rank == 0
+
+    @property
+    def seat(self) -> Seat:
+        """This process's place on the axes that cut parameters."""
+        return Seat(self.tensor_rank, self.tensor_degree, self.expert_rank, self.expert_degree)
 
     @property
     def replica(self) -> int:
@@ -119,6 +125,10 @@ class Mesh:
         """
         return x if self.tensor_degree == 1 else collectives.sum_in_group(x, self.tensor_group)
 
+    def part_inside(self, value: float) -> float:
+        """This rank's part of a number that every tensor rank has *inside* the region, where they are summed."""
+        return value / self.tensor_degree
+
     def cross_entropy(self, logits_BSV: paddle.Tensor, labels_BS: paddle.Tensor) -> paddle.Tensor:
         """Cross-entropy of each token, `[B, S]`; the vocabulary of the logits is split over the tensor ranks."""
         if self.tensor_degree == 1:
@@ -131,6 +141,15 @@ class Mesh:
         """Sum of every rank's number over the parts of the batch, from the last pipeline stage to all."""
         groups = self.gradient_groups + ((self.pipeline_group,) if self.pipeline_degree > 1 else ())
         return self._reduce(value if self.is_last_stage else 0.0, groups)
+
+    def sum_over_tokens(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Sum of every rank's numbers (float64) over the parts of the batch and the pipeline stages, on all ranks."""
+        groups = self.gradient_groups + ((self.pipeline_group,) if self.pipeline_degree > 1 else ())
+        holder = paddle.to_tensor(values, dtype="float64")
+        for group in groups:
+            dist.all_reduce(holder, group=group)
+        result: np.ndarray[Any, Any] = holder.numpy()
+        return result
 
     def sum_over_ranks(self, value: float) -> float:
         """Sum of every rank's number."""

@@ -15,11 +15,12 @@ import numpy as np
 import paddle
 from paddle import nn
 
-from vha_paddle.ops.linear import linear
+from vha_paddle.ops.linear import Products, linear
 from vha_paddle.ops.norm import rms_norm
 from vha_paddle.parallel.init import Constant, Initializer, generator_for
 from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.parallel.placement import Decay, ParameterInfo, Placement
+from vha_paddle.precision.policy import Fp8, expert_products, projection_products
 
 
 class RMSNorm(nn.Layer):
@@ -43,9 +44,10 @@ class Linear(nn.Layer):
     def __init__(self, scope: Scope, placement: Placement, initializer: Initializer) -> None:
         super().__init__()
         self.weight = scope.parameter(self, "weight", placement, initializer, "matrix")
+        self.products = scope.products
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        return linear(x, self.weight)
+        return linear(x, self.weight, self.products)
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class Scope:
     path: str
     recompute: Literal["none", "selective", "full"] = "none"
     """What is computed again in backward rather than kept (`memory.recompute`)."""
+    fp8: Fp8 = "none"
+    """Whose factors are rounded to FP8 (`precision.fp8`)."""
 
     @classmethod
     def standalone(cls, prefix: str) -> Scope:
@@ -68,23 +72,47 @@ class Scope:
     def child(self, name: str | int) -> Scope:
         return replace(self, path=f"{self.path}.{name}" if self.path else str(name))
 
+    def without_fp8(self) -> Scope:
+        """The same place, for a layer that FP8 leaves alone: the output projection, a router."""
+        return replace(self, fp8="none")
+
+    @property
+    def products(self) -> Products:
+        """How a linear layer made here computes; also for products with a weight that is made of such a layer's."""
+        return projection_products(self.fp8)
+
+    @property
+    def expert_products(self) -> Products:
+        """How experts made here compute."""
+        return expert_products(self.fp8)
+
     def parameter(
         self, owner: nn.Layer, name: str, placement: Placement, initializer: Initializer, decay: Decay
     ) -> paddle.Tensor:
         """This rank's part of a parameter, initialised; `owner` is the layer it becomes an attribute of."""
-        shape = list(placement.local_shape(self.mesh.tensor_degree))
+        shape = list(placement.local_shape(self.mesh.seat))
         parameter = owner.create_parameter(shape, attr=_zeros(), dtype=self.dtype)
         self._adopt(parameter, name, placement, initializer, decay)
         return parameter
 
-    def column_linear(self, in_features: int, out_features: int, initializer: Initializer) -> nn.Layer:
-        """Output features split over the tensor ranks. The input must have entered the tensor region."""
-        placement = Placement.split((in_features, out_features), axis=1)
+    def column_linear(
+        self,
+        in_features: int,
+        out_features: int,
+        initializer: Initializer,
+        view: tuple[int, ...] | None = None,
+        axis: int = 1,
+    ) -> nn.Layer:
+        """Output features split over the tensor ranks. The input must have entered the tensor region.
+
+        `view` and `axis` say which output features a rank holds when they are not a contiguous run.
+        """
+        placement = Placement.split((in_features, out_features), axis, view)
         if self.mesh.tensor_degree == 1:
             return Linear(self, placement, initializer)
         from vha_paddle.parallel.layers import ColumnLinear
 
-        layer = ColumnLinear(in_features, out_features, _zeros(), self.mesh)
+        layer = ColumnLinear(in_features, out_features, _zeros(), self.mesh, self.products)
         self._adopt(layer.weight, "weight", placement, initializer, "matrix")
         return layer
 
@@ -105,7 +133,7 @@ class Scope:
             return Linear(self, placement, initializer)
         from vha_paddle.parallel.layers import RowLinear
 
-        layer = RowLinear(in_features, out_features, _zeros(), self.mesh)
+        layer = RowLinear(in_features, out_features, _zeros(), self.mesh, self.products)
         self._adopt(layer.weight, "weight", placement, initializer, "matrix")
         return layer
 
@@ -137,12 +165,13 @@ class Scope:
         full_name = f"{self.path}.{name}"
         parameter.name = full_name  # optimizers key their state by it
         parameter.info = ParameterInfo(full_name, placement, decay)
-        # fleet's pipeline gives all tensor ranks the first one's values of what is not marked
+        # fleet's pipeline gives all tensor ranks, and all sharding ranks, the first one's values of what is not marked
         parameter.is_distributed = placement.axis is not None
+        parameter.no_sync = placement.by_expert
         if not parameter._is_initialized():
             return  # under paddle.LazyGuard: a model of any size, for its shapes
         logical = initializer.draw(generator_for(self.seed, full_name), placement.shape)
-        local = placement.slice_of(logical, self.mesh.tensor_rank, self.mesh.tensor_degree)
+        local = placement.slice_of(logical, self.mesh.seat)
         value = paddle.to_tensor(np.ascontiguousarray(local))
         parameter.set_value(value.astype(parameter.dtype))
 
@@ -153,11 +182,13 @@ def _zeros() -> paddle.ParamAttr:
 
 
 @contextlib.contextmanager
-def building(mesh: Mesh, dtype: str, seed: int, recompute: Literal["none", "selective", "full"]) -> Iterator[Scope]:
+def building(
+    mesh: Mesh, dtype: str, seed: int, recompute: Literal["none", "selective", "full"], fp8: Fp8
+) -> Iterator[Scope]:
     """The scope at the root of a model, with Paddle's default dtype set: fleet's layers take theirs from it alone."""
     outer = paddle.get_default_dtype()
     paddle.set_default_dtype(dtype)
     try:
-        yield Scope(mesh, dtype, seed, path="", recompute=recompute)
+        yield Scope(mesh, dtype, seed, path="", recompute=recompute, fp8=fp8)
     finally:
         paddle.set_default_dtype(outer)

@@ -19,6 +19,7 @@ import paddle.distributed as dist
 from paddle import nn
 from paddle.autograd import PyLayer
 
+from vha_paddle.parallel.main_gradients import accumulate_in_float32, set_gradient, widened
 from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.parallel.ownership import owners_of
 from vha_paddle.parallel.placement import info_of
@@ -51,7 +52,7 @@ class WeightBroadcast:
 
 
 class Sharding:
-    """Stages 2 and 3 of one model: hooks on its parameters and layers. At stage 1 there are none."""
+    """What happens to one model's gradients and weights during backward: hooks on its parameters and layers."""
 
     def __init__(self, model: nn.Layer, units: Sequence[nn.Layer], mesh: Mesh) -> None:
         """Under stage 3 the weights of other owners are released at once.
@@ -63,9 +64,11 @@ class Sharding:
         """
         self._gradients: _OwnersGradients | None = None
         self._units: list[_Unit] = []
-        if mesh.sharding_stage == 1:
-            return
         everything = model.parameters()
+        if mesh.sharding_stage == 1:
+            accumulate_in_float32(everything)
+            return
+        accumulate_in_float32([parameter for parameter in everything if info_of(parameter).is_expert])
         owners = owners_of(everything, mesh)
 
         def divided(parameters: Sequence[paddle.Tensor]) -> list[tuple[paddle.Tensor, int]]:
@@ -82,8 +85,8 @@ class Sharding:
             self._release()
 
     def finish_backward(self) -> None:
-        """Once per optimizer step, after the last backward: the owners' `.grad` is the sum over the axis and over
-        the microbatches, and what other ranks own takes no memory here."""
+        """Once per optimizer step, after the last backward: from stage 2 on the owners' gradient is the sum over the
+        axis and over the microbatches, and what other ranks own takes no memory here."""
         if self._gradients is not None:
             self._gradients.hand_over()
         self._release()
@@ -105,22 +108,24 @@ class _OwnersGradients:
         self._sums: dict[str, paddle.Tensor] = {}
         self._mine = [parameter for parameter, owner in parameters if owner == mesh.sharding_rank]
         for parameter, owner in parameters:
+            set_gradient(parameter, None)
             parameter._register_backward_hook(functools.partial(self._collect, parameter, owner))
 
     def _collect(self, parameter: paddle.Tensor, owner: int) -> None:
         group, name = self.mesh.sharding_group, info_of(parameter).name
         with paddle.no_grad():
-            dist.reduce(parameter.grad, dst=group.ranks[owner], group=group)
+            gradient = widened(parameter.grad)
+            dist.reduce(gradient, dst=group.ranks[owner], group=group)
             if owner == self.mesh.sharding_rank:
                 if name in self._sums:
-                    self._sums[name].add_(parameter.grad)
+                    self._sums[name].add_(gradient)
                 else:
-                    self._sums[name] = parameter.grad.clone()  # emptying .grad empties every tensor that is it
+                    self._sums[name] = gradient.clone()  # emptying .grad empties every tensor that is it
             parameter.grad = None
 
     def hand_over(self) -> None:
         for parameter in self._mine:
-            parameter.grad = self._sums.pop(info_of(parameter).name)
+            set_gradient(parameter, self._sums.pop(info_of(parameter).name))
 
 
 class _Unit:

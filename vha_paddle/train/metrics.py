@@ -12,11 +12,11 @@ from typing import Any, TextIO
 import paddle
 from tqdm import tqdm
 
+from vha_paddle.checkpoint.layout import METRICS_FILE
 from vha_paddle.config import Recipe, recipe_to_yaml
 from vha_paddle.errors import UserError
 from vha_paddle.files import atomic_write
-
-METRICS_FILE = "metrics.jsonl"
+from vha_paddle.maps import means_of, summary
 
 
 class MetricsLog:
@@ -78,9 +78,16 @@ class Wandb:
         if self._run is None:
             return
         try:
-            self._run.log({key: value for key, value in record.items() if key != "step"}, step=record["step"])
+            self._run.log(self._curves(record), step=record["step"])
         except Exception as error:
             self._give_up(error)
+
+    @staticmethod
+    def _curves(record: dict[str, Any]) -> dict[str, float]:
+        """The numbers of a record; of the maps their means."""
+        numbers = {key: value for key, value in record.items() if key not in ("step", "maps")}
+        means = means_of(record["maps"]) if "maps" in record else {}
+        return numbers | {f"maps/{measure}": mean for measure, mean in means.items()}
 
     def close(self) -> None:
         if self._run is None:
@@ -108,9 +115,10 @@ class Console:
         self._bar.update()
 
     def step_line(self, record: dict[str, Any], mfu: float, seconds_left: float) -> None:
+        experts = f"expert load {record['moe']['worst_load']:.2f}  " if "moe" in record else ""
         self.line(
             f"step {record['step']:>{len(str(self.num_steps))}}/{self.num_steps}  loss {record['loss']:.4f}  "
-            f"lr {record['lr']:.2e}  grad norm {record['grad_norm']:.3f}  "
+            f"lr {record['lr']:.2e}  grad norm {record['grad_norm']:.3f}  {experts}"
             f"{record['tokens_per_second']:,.0f} tokens/s  MFU {mfu:.1%}  ETA {_duration(seconds_left)}"
         )
 
@@ -157,6 +165,8 @@ class RunLog:
             self.line(
                 f"validation loss {record['val_loss']:.4f} nats/token (unigram entropy {self.unigram_entropy:.4f})"
             )
+        if "maps" in record:
+            self.line(summary(record["maps"]))
 
     def line(self, text: str) -> None:
         """Say something on the console."""

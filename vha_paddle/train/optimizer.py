@@ -8,6 +8,7 @@ from typing import Any
 import paddle
 
 from vha_paddle.config import Recipe
+from vha_paddle.parallel.main_gradients import gradient_of, set_gradient
 from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.parallel.ownership import owned
 from vha_paddle.parallel.placement import info_of
@@ -26,7 +27,7 @@ class Optimizer:
         self.before_update: Callable[[], None] = lambda: None
         """Called when the weights and the state are about to change."""
         self._broadcast = WeightBroadcast(self.parameters, mesh)
-        mine = owned(self.parameters, mesh)
+        mine = self._mine = owned(self.parameters, mesh)
         self.weight_decay = recipe.optim.weight_decay
         target = recipe.optim.decay_target
         to_zero = {"matrix"}
@@ -58,10 +59,17 @@ class Optimizer:
         if self._adamw is not None:
             self._adamw.set_lr(learning_rate)
             self._decay_to_identity(self._adamw._master_weights, learning_rate)
-            self._adamw.step()
+            self._update(self._adamw)
         self._broadcast()
         for parameter in self.parameters:
-            parameter.grad = None
+            set_gradient(parameter, None)
+
+    @paddle.no_grad()
+    def _update(self, adamw: paddle.optimizer.AdamW) -> None:
+        """As `adamw.step`, which knows only `parameter.grad`, and not the float32 gradients of bfloat16 weights."""
+        gradients = [(parameter, gradient_of(parameter)) for parameter in self._mine]
+        with_gradient = [pair for pair in gradients if pair[1] is not None]
+        adamw._apply_optimize(loss=None, startup_program=None, params_grads=with_gradient)
 
     @paddle.no_grad()
     def _decay_to_identity(self, masters: Mapping[str, paddle.Tensor], learning_rate: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,8 @@ class StepResult:
     """Mean cross-entropy of the global batch before the update, nats per token."""
     grad_norm: float
     """Norm of all gradients together, before clipping."""
+    moe: dict[str, Any] | None
+    """How the experts were used (`model.balance`); None for a model without."""
 
 
 def accumulate_gradients(
@@ -63,4 +66,4 @@ def train_step(
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise RunError(f"loss {loss} and gradient norm {norm}: not finite; lower optim.lr or look at the data")
     optimizer.step(learning_rate)
-    return StepResult(loss, norm)
+    return StepResult(loss, norm, None if model.balance is None else model.balance.finish_step())

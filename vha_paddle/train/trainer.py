@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
 import paddle
 
 import vha_paddle
-from vha_paddle.checkpoint.layout import RunState
-from vha_paddle.checkpoint.load import load_optimizer, load_parameters
+from vha_paddle.checkpoint.layout import Checkpoint, RunState
+from vha_paddle.checkpoint.load import load_optimizer, load_parameters, router_state
 from vha_paddle.checkpoint.save import CheckpointSaver
 from vha_paddle.config import Recipe
 from vha_paddle.counts import FlopRule, training_flops
@@ -23,11 +24,14 @@ from vha_paddle.evaluate import validation_loss
 from vha_paddle.model.pipelined import build_model
 from vha_paddle.parallel.agreement import check_agreement, together
 from vha_paddle.parallel.mesh import Mesh
+from vha_paddle.precision.policy import check_fp8
+from vha_paddle.train.maps import measure_maps
 from vha_paddle.train.metrics import RunLog, measured_gemm_rate, write_resolved_recipe
 from vha_paddle.train.optimizer import Optimizer
 from vha_paddle.train.resume import changed_keys, checkpoint_to_continue
 from vha_paddle.train.run_directory import run_directory
 from vha_paddle.train.schedule import learning_rate
+from vha_paddle.train.start import start_from
 from vha_paddle.train.step import train_step
 
 
@@ -84,6 +88,7 @@ class Trainer:
         self._saver = CheckpointSaver(self.output, recipe, Path(recipe.data.tokenizer), mesh)
         self.optimizer.before_update = self._saver.wait_for_copy
         self.step = 0
+        self._origin = "from the start"
         self._changed = self._resume()
 
     def fit(self) -> None:
@@ -141,7 +146,8 @@ class Trainer:
             data_fingerprint=self.data.batches.fingerprint,
             version=vha_paddle.__version__,
         )
-        return self._saver.save(state, self.optimizer)
+        balance = self.model.balance
+        return self._saver.save(state, self.optimizer, None if balance is None else balance.state())
 
     def _train_one(self) -> dict[str, Any]:
         """One optimizer step; returns its record for the log."""
@@ -165,7 +171,7 @@ class Trainer:
         except RunError as error:
             raise RunError(f"step {self.step + 1}: {error}") from None
         self.step += 1
-        record = {
+        record: dict[str, Any] = {
             "step": self.step,
             "tokens": tokens,
             "loss": result.loss,
@@ -173,11 +179,16 @@ class Trainer:
             "grad_norm": result.grad_norm,
             "tokens_per_second": recipe.tokens_per_step / (time.perf_counter() - start),
         }
+        if result.moe is not None:
+            record["moe"] = result.moe
         interval = recipe.logging.eval_interval
         if self.step == recipe.num_steps or (interval is not None and self.step % interval == 0):
             loss = self.evaluate()
             if loss is not None:
                 record["val_loss"] = loss
+        interval = recipe.logging.maps_interval
+        if interval is not None and (self.step == recipe.num_steps or self.step % interval == 0):
+            record["maps"] = measure_maps(self.model.parameters(), self.mesh)
         return record
 
     def _save_when_due(self) -> None:
@@ -186,14 +197,29 @@ class Trainer:
             self.save()
 
     def _resume(self) -> list[str]:
-        """Continue from the newest checkpoint, if there is one; returns the keys that changed since it."""
+        """Continue from the newest checkpoint, if there is one, else from `run.start_from`; returns the keys that
+        differ from the checkpoint's."""
         checkpoint = checkpoint_to_continue(self.recipe, self.data.batches.fingerprint, self.mesh)
         if checkpoint is None:
-            return []
+            start = start_from(self.recipe, self.model.named_tensors(), self.optimizer, self.mesh)
+            if start is None:
+                return []
+            self._restore_routers(start, start.router_tensors())
+            self._origin = f"from the weights of {start.path}"
+            return [line for line in changed_keys(start.recipe, self.recipe) if line.startswith("model.")]
         load_parameters(self.model.named_tensors(), checkpoint.model_tensors(), self.mesh)
         load_optimizer(self.optimizer, checkpoint, self.mesh)
+        self._restore_routers(checkpoint)
         self.step = checkpoint.state.step
+        self._origin = f"from step {self.step}"
         return changed_keys(checkpoint.recipe, self.recipe)
+
+    def _restore_routers(self, checkpoint: Checkpoint, names: Container[str] | None = None) -> None:
+        """Load and biases of a mixture of experts; of `names` alone, where given: biases may be new to a run."""
+        balance = self.model.balance
+        if balance is not None:
+            wanted = {name: array for name, array in balance.state().items() if names is None or name in names}
+            balance.restore(router_state(wanted, checkpoint))
 
     def _open_log_together(self) -> RunLog | None:
         """The log on the main rank; every rank fails if it cannot be opened."""
@@ -221,11 +247,10 @@ class Trainer:
     def _opening_line(self) -> str:
         recipe = self.recipe
         epochs = recipe.num_steps * recipe.tokens_per_step / self.data.train_tokens
-        where = f"from step {self.step}" if self.step else "from the start"
         ranks = f"{self.mesh.num_ranks} rank" + "s" * (self.mesh.num_ranks > 1)
         return (
             f"{recipe.run.name}: {recipe.model.attention.kind}, {recipe.num_steps} steps of {recipe.tokens_per_step:,} "
-            f"tokens ({epochs:.2f} epochs) on {ranks}, {where}; output in {self.output}"
+            f"tokens ({epochs:.2f} epochs) on {ranks}, {self._origin}; output in {self.output}"
         )
 
 
@@ -233,10 +258,11 @@ def check_precision(recipe: Recipe) -> None:
     """Refuse a precision the device has no kernels for.
 
     Raises:
-        UserError: bfloat16 on CPU.
+        UserError: bfloat16 on CPU, FP8 on a GPU that has none.
     """
     if recipe.precision.compute == "bfloat16" and paddle.device.get_device() == "cpu":
         raise UserError(
             "precision.compute=bfloat16: Paddle has no bfloat16 kernels on CPU; override with "
             "precision.compute=float32 or run on a GPU"
         )
+    check_fp8(recipe.precision)

@@ -1,0 +1,225 @@
+"""A warm start from end to end: read, convert, fit, compare, write."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import vha_paddle
+from vha_paddle.checkpoint.layout import (
+    RECIPE_FILE,
+    STATE_FILE,
+    TENSOR_METADATA,
+    TOKENIZER_FILE,
+    Checkpoint,
+    Content,
+    RunState,
+    open_checkpoint,
+    record_of,
+    tensor_file,
+    write_manifest,
+    write_state,
+)
+from vha_paddle.config import Model, Recipe, recipe_to_yaml
+from vha_paddle.counts import folded
+from vha_paddle.data.indexed import IndexedTokens
+from vha_paddle.data.loader import ValidationWindows
+from vha_paddle.data.tokenizer import Tokenizer
+from vha_paddle.errors import RunError, UserError
+from vha_paddle.evaluate import mean_loss
+from vha_paddle.files import atomic_directory, atomic_write
+from vha_paddle.model.decoder import Decoder, build_decoder
+from vha_paddle.parallel.mesh import Mesh
+from vha_paddle.tensor_file import write_tensors
+from vha_paddle.warm_start.activations import input_moments, output_moments
+from vha_paddle.warm_start.convert import (
+    Figures,
+    Weights,
+    convert,
+    folded_layers,
+    layers_to_convert,
+    read_weights,
+    with_postmix,
+)
+
+
+@dataclass(frozen=True)
+class Text:
+    """Tokens to fit on, and others, after them, to compare losses on."""
+
+    windows: ValidationWindows
+    num_fitted: int
+    """Sequences from the start that the fits see."""
+    num_compared: int
+    """Sequences after those."""
+    batch_size: int
+
+    @property
+    def fitted_tokens(self) -> int:
+        return self.num_fitted * self.windows.sequence_length
+
+    @property
+    def compared_tokens(self) -> int:
+        return self.num_compared * self.windows.sequence_length
+
+    def to_fit(self) -> Iterator[np.ndarray[Any, Any]]:
+        """Tokens, `[B, S]`."""
+        return (tokens_BS for tokens_BS, _ in self._batches(0, self.num_fitted))
+
+    def to_compare(self) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+        """Tokens and labels, `[B, S]` each."""
+        return self._batches(self.num_fitted, self.num_fitted + self.num_compared)
+
+    def _batches(self, start: int, stop: int) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+        for first in range(start, stop, self.batch_size):
+            yield self.windows.samples(first, min(first + self.batch_size, stop))
+
+
+def open_text(prefix: Path, recipe: Recipe, tokenizer: Path, num_tokens: int) -> Text:
+    """The first `num_tokens` of a dataset to fit on, and `logging.eval_sequences` sequences after them.
+
+    Raises:
+        UserError: there is no such dataset, it was made with another tokenizer, or it is too short.
+    """
+    length = recipe.data.sequence_length
+    digest = Tokenizer.load(tokenizer).digest
+    indexed = IndexedTokens(prefix, vocab_size=recipe.model.vocab_size, tokenizer_sha256=digest)
+    windows = ValidationWindows(indexed, length)
+    num_fitted = num_tokens // length
+    if not 0 < num_fitted < windows.num_samples:
+        raise UserError(
+            f"--tokens {num_tokens}: must be one sequence of data.sequence_length={length} at least, and leave one of "
+            f"the {windows.num_samples} in {prefix} to compare losses on; change it or give more text"
+        )
+    num_compared = min(recipe.logging.eval_sequences, windows.num_samples - num_fitted)
+    return Text(windows, num_fitted, num_compared, recipe.data.micro_batch_size)
+
+
+def warm_start(source: Path, recipe: Recipe, out: Path, data: Path | None, num_tokens: int) -> dict[str, Any]:
+    """Make a checkpoint of `recipe`'s model out of one of a grouped model; `out` appears complete or not at all.
+
+    Args:
+        source: a checkpoint, or a run whose newest is taken.
+        data: prefix of an indexed dataset. With it the maps are fitted to the source's activations, and losses are
+            compared; without, W_Q and Premix are fitted to the weights, and Postmix is the identity.
+        num_tokens: of `data`, to fit on.
+
+    Returns:
+        What was done and measured: `losses` in nats per token, and figures of each converted layer.
+
+    Raises:
+        UserError: the source cannot start the recipe's model, the data do not fit, or `out` exists.
+        RunError: `out` cannot be written.
+    """
+    if out.exists() or out.is_symlink():
+        raise UserError(f"{out}: exists; name a directory to make")
+    checkpoint = open_checkpoint(source)
+    before, target = checkpoint.recipe.model, recipe.model
+    layers = layers_to_convert(before, target)
+    text = open_text(data, recipe, checkpoint.tokenizer_path, num_tokens) if data is not None else None
+    given, router = read_weights(checkpoint.model_tensors(), before), _read_router(checkpoint)
+    made, figures = convert(given, target, layers, recipe.run.seed, None)
+    report: dict[str, Any] = {"source": str(checkpoint.path), "out": str(out), "data": None, "losses": None}
+    if text is not None:
+        model = loaded(before, given, router)
+        losses = {"source": _loss(model, text), "warm_start": _loss(loaded(target, made, router), text)}
+        made, figures = _fitted(model, given, recipe, layers, text)
+        losses["fitted_warm_start"] = _loss(loaded(target, made, router), text)
+        losses["random_start"] = _loss(build_decoder(target, Mesh(), recipe.run.seed), text)
+        tokens = {"fitted_tokens": text.fitted_tokens, "compared_tokens": text.compared_tokens}
+        report |= {"data": {"prefix": str(data), **tokens}, "losses": losses}
+    report["layers"] = [{"layer": layer, **figures[layer]} for layer in layers]
+    _write(out, checkpoint, recipe, made, router)
+    return report
+
+
+def _fitted(model: Decoder, given: Weights, recipe: Recipe, layers: list[int], text: Text) -> tuple[Weights, Figures]:
+    """The maps fitted to the source's activations: first W_Q and Premix, then Postmix to what they leave."""
+    target, seed = recipe.model, recipe.run.seed
+    made, figures = convert(given, target, layers, seed, input_moments(model, layers, text.to_fit()))
+    with_maps = [layer for layer in layers if f"model.layers.{layer}.self_attn.postmix_a" in made]
+    if with_maps:
+        plain = folded_layers(made, target, with_maps)
+        moments = output_moments(model, folded(target), plain, with_maps, text.to_fit())
+        made, more = with_postmix(made, target, seed, moments)
+        figures = {layer: figures[layer] | more.get(layer, {}) for layer in layers}
+    return made, figures
+
+
+def _read_router(checkpoint: Checkpoint) -> Weights:
+    """What the routers of a mixture of experts remember; nothing of other models."""
+    tensors = checkpoint.router_tensors()
+    return {name: np.array(tensors.array(name)) for name in tensors}
+
+
+def loaded(config: Model, weights: Weights, router: Weights) -> Decoder:
+    """A decoder with these weights and router states, which are all that it has."""
+    model = build_decoder(config, Mesh(), seed=0)
+    for name, parameter in model.named_tensors().items():
+        parameter.set_value(weights[name])
+    if model.balance is not None:
+        model.balance.restore(router)
+    model.eval()
+    return model
+
+
+def _loss(model: Decoder, text: Text) -> float:
+    return mean_loss(model, text.to_compare())
+
+
+def _write(out: Path, source: Checkpoint, recipe: Recipe, weights: Weights, router: Weights) -> None:
+    """A checkpoint of step 0 without optimizer state: for `run.start_from`, evaluation and export."""
+    nothing_trained = RunState(
+        step=0, tokens=0, samples=0, seed=recipe.run.seed, data_fingerprint="none", version=vha_paddle.__version__
+    )
+    try:
+        with atomic_directory(out) as directory:
+            contents: dict[Content, Weights] = {"model": weights, "optimizer": {}}
+            if router:
+                contents["router"] = router
+            files = {}
+            for content, tensors in contents.items():
+                name = tensor_file(content, 0, 1)
+                specs = {key: (array.dtype, array.shape) for key, array in tensors.items()}
+                files[name] = write_tensors(directory / name, specs, tensors.values(), TENSOR_METADATA)
+            with atomic_write(directory / RECIPE_FILE) as file:
+                file.write(recipe_to_yaml(recipe).encode())
+            shutil.copyfile(source.tokenizer_path, directory / TOKENIZER_FILE)
+            write_state(directory, nothing_trained)
+            others = {name: record_of(directory / name) for name in (RECIPE_FILE, TOKENIZER_FILE, STATE_FILE)}
+            write_manifest(directory, files | others)
+    except OSError as error:
+        raise RunError(f"{out}: cannot be written ({error.strerror or error})") from None
+
+
+def describe(report: dict[str, Any]) -> Iterator[str]:
+    """The report, as lines for people."""
+    data, losses = report["data"], report["losses"]
+    if data is not None:
+        yield f"loss in nats per token, on {data['compared_tokens']:,} tokens of {data['prefix']} that no fit has seen:"
+        names = {
+            "source": "the source",
+            "warm_start": "warm start from the weights alone",
+            "fitted_warm_start": f"warm start fitted on {data['fitted_tokens']:,} tokens (written)",
+            "random_start": "random start of the recipe",
+        }
+        for key, name in names.items():
+            yield f"  {losses[key]:8.4f}  {name}"
+        yield ""
+    norm = "weights'" if data is None else "queries'"
+    yield f"per layer: share of the {norm} mean square that physical heads and Premix lose; |W-I| of each group" + (
+        "; of the attention output, before and after Postmix" if data is not None else ""
+    )
+    for row in report["layers"]:
+        parts = [f"  layer {row['layer']}:"]
+        if "query_error" in row:
+            parts.append(f"{row['query_error']:7.2%}  {' '.join(f'{value:.2f}' for value in row['premix_distance'])}")
+        if "output_error" in row:
+            parts.append(f"{row['output_error_without_postmix']:7.2%} -> {row['output_error']:.2%}")
+        yield "  ".join(parts)
+    yield f"wrote {report['out']}; train it with run.start_from={report['out']}"
