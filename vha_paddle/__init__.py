@@ -11,9 +11,17 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "SelfAttentionVHA": "vha_paddle.attention.virtual_head",
     "SelfAttentionGrouped": "vha_paddle.attention.grouped",
+    "SelfAttentionMLA": "vha_paddle.attention.latent",
+    "SelfAttentionMFA": "vha_paddle.attention.factorized",
+    "SelfAttentionGVA": "vha_paddle.attention.grouped_value",
+    "SelfAttentionDCMHA": "vha_paddle.attention.composed",
     "RotaryTables": "vha_paddle.attention.base",
     "VirtualHeadAttention": "vha_paddle.config",
     "GroupedAttention": "vha_paddle.config",
+    "LatentAttention": "vha_paddle.config",
+    "FactorizedAttention": "vha_paddle.config",
+    "GroupedValueAttention": "vha_paddle.config",
+    "ComposedAttention": "vha_paddle.config",
     "build_decoder": "vha_paddle.model.decoder",
     "load_recipe": "vha_paddle.config",
 }

@@ -36,6 +36,7 @@ METHODS = {
     "reduce_scatter_tensor": ("reduce-scatter", 1),
     "broadcast": ("broadcast", 0),
     "send": ("send", 0),
+    "all_to_all_single": ("all-to-all", 1),
 }
 
 
@@ -69,9 +70,11 @@ class Traffic:
     """Elements and bytes handed to the process groups, by axis and kind."""
 
     def __init__(self, mesh: Mesh) -> None:
-        axes = ("tensor", "pipeline", "context", "sharding")
+        axes = ("tensor", "pipeline", "context", "sharding", "expert")
         groups = {axis: getattr(mesh, f"{axis}_group") for axis in axes}
         self.axis_of = {group.process_group: axis for axis, group in groups.items() if group is not None}
+        if mesh.expert_sharding_group is not None:
+            self.axis_of[mesh.expert_sharding_group.process_group] = "sharding"
         for group in mesh.gradient_groups:
             self.axis_of.setdefault(group.process_group, "data")
         self.bytes: Counter[str] = Counter()
@@ -84,7 +87,8 @@ class Traffic:
         @functools.wraps(getattr(method, "func", method))
         def call(group: Any, *arguments: Any, **options: Any) -> Any:
             tensor = arguments[position]
-            # single numbers (loss, norm) and the shapes that fleet's pipeline announces are not what a plan counts
+            # single numbers (loss, norm), the shapes that fleet's pipeline announces and how many rows go to each
+            # expert are not what a plan counts
             if tensor.dtype == paddle.float32 and tensor.size > 1:
                 # the group of a tied embedding is on no axis of its own: its ranks are pipeline stages
                 axis = "pipeline" if kind == "send" else self.axis_of.get(group, "pipeline")

@@ -16,8 +16,9 @@ from tests.cases import CASES, GLOBAL_BATCH, NUM_STEPS, Case, batches
 from vha_paddle.checkpoint.load import load_parameters
 from vha_paddle.checkpoint.logical import LogicalTensors
 from vha_paddle.checkpoint.save import host_array
+from vha_paddle.model.decoder import Decoder
 from vha_paddle.model.microbatch import microbatches_of
-from vha_paddle.model.pipelined import build_model
+from vha_paddle.model.pipelined import PipelinedDecoder, build_model
 from vha_paddle.parallel import collectives
 from vha_paddle.parallel.gradients import clip_by_global_norm, complete_gradients
 from vha_paddle.parallel.mesh import Mesh
@@ -44,6 +45,7 @@ def run_case(case: Case, directory: Path, layout: str, dtype: str, mesh: Mesh) -
         }
         tensors |= {name: (np.dtype(np.float64), (NUM_STEPS,)) for name in ("losses", "norms")}
         tensors["evaluation"] = (np.dtype(np.float64), (1,))
+        tensors |= {f"router/{name}": (array.dtype, array.shape) for name, array in router_state(model).items()}
         create_tensors(result, tensors, {})
     mesh.barrier()
     output = fill_tensors(result)
@@ -51,7 +53,7 @@ def run_case(case: Case, directory: Path, layout: str, dtype: str, mesh: Mesh) -
     def write(prefix: str, parameter: paddle.Tensor, tensor: paddle.Tensor) -> None:
         info = info_of(parameter)
         target = output.array(f"{prefix}/{info.name}")
-        info.placement.write_slice(target, host_array(tensor), mesh.tensor_rank, mesh.tensor_degree)
+        info.placement.write_slice(target, host_array(tensor), mesh.seat)
 
     tokens_BS, labels_BS = next(batches(case))
     held_out = microbatches_of(tokens_BS, labels_BS, 0, recipe.data.micro_batch_size, mesh)
@@ -68,11 +70,20 @@ def run_case(case: Case, directory: Path, layout: str, dtype: str, mesh: Mesh) -
                 write("gradient", parameter, parameter.grad)
         norm = clip_by_global_norm(optimizer.parameters, recipe.optim.max_grad_norm, mesh)
         optimizer.step(recipe.optim.lr)
+        if model.balance is not None:
+            model.balance.finish_step()
         if mesh.is_main:
             output.array("losses")[step], output.array("norms")[step] = loss, norm
     for parameter in mine:
         write("weight", parameter, parameter)
+    if mesh.is_main:
+        for name, array in router_state(model).items():
+            output.array(f"router/{name}")[...] = array
     output.flush()
+
+
+def router_state(model: Decoder | PipelinedDecoder) -> dict[str, np.ndarray]:
+    return {} if model.balance is None else model.balance.state()
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Gradients of dense, tensor-split and expert parameters at once, experts lying along the sharding axis.
 
-Run once per rank, `python expert_worker.py TENSOR SHARDING`; asserts on every rank. There is no model of mixtures of
-experts yet: the parameters are made here, with the records that such a model will give them.
+Run once per rank, `python expert_worker.py TENSOR SHARDING`; asserts on every rank. The parameters are made here, with
+the records that a mixture of experts gives them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ DENSE, SPLIT, EXPERTS = (RNG.standard_normal((4, *shape)) for shape in ((4, 3), 
 GAIN = RNG.standard_normal((4, 2, 5))
 
 
-def parameter(name: str, placement: Placement, gradient: np.ndarray, is_expert: bool = False) -> paddle.Tensor:
+def parameter(name: str, placement: Placement, gradient: np.ndarray) -> paddle.Tensor:
     leaf = paddle.to_tensor(np.zeros(gradient.shape), stop_gradient=False)
     (leaf * paddle.to_tensor(gradient)).sum().backward()
-    leaf.info = ParameterInfo(name, placement, "matrix", is_expert=is_expert)
+    leaf.info = ParameterInfo(name, placement, "matrix")
     return leaf
 
 
@@ -43,7 +43,7 @@ def main() -> None:
         parameter("dense", Placement.replicated((4, 3), partial_gradient=False), DENSE[part]),
         parameter("split", Placement.split((6, 4), axis=0), np.split(SPLIT[part], t)[tensor]),
         parameter("gain", Placement.replicated((5,), partial_gradient=True), GAIN[part, tensor]),
-        parameter("experts", Placement.replicated((3, 4), partial_gradient=False), EXPERTS[part], True),
+        parameter("experts", Placement.experts((2, 3, 4), axis=2), np.split(EXPERTS[part], t, axis=-1)[tensor]),
     ]
     complete_gradients(parameters, mesh)
     # ranks with the same experts add up; other experts are other parameters
@@ -52,7 +52,7 @@ def main() -> None:
         "dense": DENSE[:tokens].sum(0),
         "split": np.split(SPLIT[:tokens].sum(0), t)[tensor],
         "gain": GAIN[:tokens, :t].sum((0, 1)),
-        "experts": experts[mesh.expert_rank],
+        "experts": np.split(experts[mesh.expert_rank], t, axis=-1)[tensor],
     }
     for one in parameters:
         assert_close(one.grad.numpy(), expected[info_of(one).name], FLOAT64, info_of(one).name)
@@ -70,10 +70,10 @@ def main() -> None:
 
 
 def _check_answers(parameters: list[paddle.Tensor], mesh: Mesh) -> None:
-    """Every part is answered for by one rank: each tensor rank's part of `split`, both experts, the rest once."""
+    """Every part is answered for by one rank: each tensor rank's part of `split` and of both experts, the rest once."""
     answers = mesh.objects([info_of(one).name for one in answered_for(parameters, mesh)])
     counts = {name: sum(names.count(name) for names in answers) for name in ("dense", "split", "gain", "experts")}
-    assert counts == {"dense": 1, "split": mesh.tensor_degree, "gain": 1, "experts": 2}, answers
+    assert counts == {"dense": 1, "split": mesh.tensor_degree, "gain": 1, "experts": 2 * mesh.tensor_degree}, answers
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 import paddle
 
 from tests.cases import LAYOUTS
-from vha_paddle.checkpoint.load import load_optimizer, load_parameters, open_together
+from vha_paddle.checkpoint.load import load_optimizer, load_parameters, open_together, router_state
 from vha_paddle.checkpoint.save import CheckpointSaver
 from vha_paddle.config import Parallel, load_recipe
 from vha_paddle.model.pipelined import build_model
@@ -33,6 +33,8 @@ def main() -> None:
     optimizer = Optimizer(model.parameters(), recipe, mesh)
     load_parameters(model.named_tensors(), checkpoint.model_tensors(), mesh)
     load_optimizer(optimizer, checkpoint, mesh)
+    if model.balance is not None:
+        model.balance.restore(router_state(model.balance.state(), checkpoint))
     # the copies must not differ in the tensors alone by chance
     state = replace(checkpoint.state, version=layout)
     for mode in ("synchronous", "asynchronous"):
@@ -40,7 +42,7 @@ def main() -> None:
             update={"checkpoint": recipe.checkpoint.model_copy(update={"asynchronous": mode == "asynchronous"})}
         )
         saver = CheckpointSaver(output / mode, mode_recipe, checkpoint.tokenizer_path, mesh)
-        saver.save(state, optimizer)
+        saver.save(state, optimizer, None if model.balance is None else model.balance.state())
         if mode == "asynchronous":
             saver.wait_for_copy()
             held = with_weight(optimizer.parameters, mesh)

@@ -61,6 +61,17 @@ class TestALayoutEqualsOneProcess:
             assert_close(many.array(name), one.array(name), TOLERANCE[dtype], name)
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if "experts" in case.model], ids=lambda case: case.name)
+def test_load_and_biases_of_the_routers_are_those_of_one_process_exactly(results: Path, case: Case) -> None:
+    one = read(results, case, "one", "float64")
+    names = [name for name in one if name.startswith("router/")]
+    assert len(names) == case.layers * (2 if "router_bias_update_rate" in case.model["experts"] else 1)
+    for layout in filter(case.fits, MANY):
+        many = read(results, case, layout, "float64")
+        for name in names:
+            assert np.array_equal(many.array(name), one.array(name)), f"{name} under {layout}"
+
+
 def test_clipping_was_active(results: Path) -> None:
     for case in CASES:
         norms = read(results, case, "one", "float64").array("norms")

@@ -14,13 +14,15 @@ from vha_paddle.ops.linear import Products, matmul, matmul_with_transpose, trans
 SAME = Products(matmul, matmul_with_transpose, transposed_matmul)  # as PLAIN, but one expert at a time
 
 
-@pytest.mark.parametrize("one_by_one", [False, True])
+@pytest.mark.parametrize("form", ["by rows", "one by one", "batched"])
 @pytest.mark.parametrize(
     "counts", [[3, 1, 4], [0, 7, 0], [0, 0, 1], [5], [0, 0]], ids=lambda counts: "-".join(map(str, counts))
 )
 def test_every_row_meets_its_experts_matrix_and_so_do_the_gradients(
-    counts: list[int], one_by_one: bool, dtype: str, threads: int
+    counts: list[int], form: str, dtype: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if form == "batched":  # what a GPU takes
+        monkeypatch.setattr(module, "_PLAIN", module._BATCHED)
     rng = np.random.default_rng(1)
     rows, experts = sum(counts), np.repeat(np.arange(len(counts)), counts)
     x, weight, dy = rng.normal(size=(rows, 5)), rng.normal(size=(len(counts), 5, 7)), rng.normal(size=(rows, 7))
@@ -29,7 +31,7 @@ def test_every_row_meets_its_experts_matrix_and_so_do_the_gradients(
         dweight[expert] += np.outer(x[row], dy[row])
     own = weight[experts]
     expected = {"x_RD": np.einsum("rf,rdf->rd", dy, own), "weight_EDF": dweight}
-    products = (SAME,) if one_by_one else ()
+    products = (SAME,) if form == "one by one" else ()
     assert_gradients(
         lambda x_RD, weight_EDF: grouped_linear(x_RD, weight_EDF, counts, *products),
         {"x_RD": x, "weight_EDF": weight},

@@ -65,6 +65,8 @@ def host_view(x: Tensor) -> np.ndarray:
     """
     if not x.is_contiguous():
         raise ValueError("host_view needs a contiguous tensor")
+    if x.size == 0:  # has no memory
+        return np.empty(x.shape, np.dtype(_TYPE_STRING[x.dtype]))
     return np.asarray(_HostMemory(x))
 
 
@@ -101,8 +103,11 @@ os.register_at_fork(after_in_child=_pool.cache_clear)
 def for_each_share(count: int, work: Callable[[int, int], None]) -> None:
     """Split `range(count)` over the threads and call `work(start, stop)` once on each, without autograd.
 
-    Kernels that `work` calls run on one thread. An exception of a share is raised here, after all have ended.
+    Kernels that `work` calls run on one thread. An exception of a share is raised here, after all have ended. Where
+    there is nothing to do, nothing is called.
     """
+    if count == 0:
+        return
     before = num_threads()
     threads = min(before, count)
     if threads <= 1:

@@ -1,4 +1,4 @@
-"""A linear map without bias, whose three matrix products are split over threads by rows of their results.
+"""A linear map without bias: three matrix products, here split over threads by rows of their results.
 
     y = x W        dx = dy W^T        dW = x^T dy
 
@@ -8,6 +8,8 @@ cores that wait costs more than the product; threads with a share each are only 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from vha_paddle.ops.backend import for_each_share, gradients_wanted, host_view, 
 _MIN_ROWS = 128  # of a share: below, reading all of the other factor costs more than the waits
 
 
-def _matmul(left: Tensor, right: Tensor, transpose_right: bool = False) -> Tensor:
+def matmul(left: Tensor, right: Tensor, transpose_right: bool = False) -> Tensor:
     """left [M, K] times right [K, N], or its transpose [N, K]."""
     if len(left) < _MIN_ROWS * num_threads():
         return paddle.matmul(left, right, transpose_y=transpose_right)
@@ -33,7 +35,7 @@ def _matmul(left: Tensor, right: Tensor, transpose_right: bool = False) -> Tenso
     return out
 
 
-def _transposed_matmul(left: Tensor, right: Tensor) -> Tensor:
+def transposed_matmul(left: Tensor, right: Tensor) -> Tensor:
     """left^T right for left [M, K] and right [M, N]: [K, N]."""
     M, K = left.shape
     if K < _MIN_ROWS * num_threads():
@@ -50,29 +52,51 @@ def _transposed_matmul(left: Tensor, right: Tensor) -> Tensor:
     return out
 
 
+def matmul_with_transpose(left: Tensor, right: Tensor) -> Tensor:
+    """left right^T for left [M, K] and right [N, K]: [M, N]."""
+    return matmul(left, right, transpose_right=True)
+
+
+@dataclass(frozen=True)
+class Products:
+    """How the three products of a linear map are computed, from x [rows, in], dy [rows, out] and W [in, out]."""
+
+    output: Callable[[Tensor, Tensor], Tensor]
+    """x, W to y = x W."""
+    input_gradient: Callable[[Tensor, Tensor], Tensor]
+    """dy, W to dx = dy W^T."""
+    weight_gradient: Callable[[Tensor, Tensor], Tensor]
+    """x, dy to dW = x^T dy."""
+
+
+PLAIN = Products(matmul, matmul_with_transpose, transposed_matmul)
+"""In the dtype of the tensors."""
+
+
 class _Linear(PyLayer):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.wanted = gradients_wanted(x, weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, products: Products) -> Tensor:
+        ctx.wanted, ctx.products = gradients_wanted(x, weight), products
         x, weight = x.contiguous(), weight.contiguous()
         ctx.save_for_backward(x, weight)
-        return _matmul(x.reshape([-1, x.shape[-1]]), weight).reshape([*x.shape[:-1], weight.shape[1]])
+        return products.output(x.reshape([-1, x.shape[-1]]), weight).reshape([*x.shape[:-1], weight.shape[1]])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensor()
+        products: Products = ctx.products
         dy = grad.contiguous().reshape([-1, weight.shape[1]])
         x_wanted, weight_wanted = ctx.wanted
         return (
-            _matmul(dy, weight, transpose_right=True).reshape(x.shape) if x_wanted else None,
-            _transposed_matmul(x.reshape([-1, x.shape[-1]]), dy) if weight_wanted else None,
+            products.input_gradient(dy, weight).reshape(x.shape) if x_wanted else None,
+            products.weight_gradient(x.reshape([-1, x.shape[-1]]), dy) if weight_wanted else None,
         )
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
+def linear(x: Tensor, weight: Tensor, products: Products = PLAIN) -> Tensor:
     """x W, for x [..., in] and W [in, out]."""
     if weight.ndim != 2 or x.shape[-1] != weight.shape[0]:
         raise ValueError(f"weight of shape {weight.shape} does not fit the last axis of {x.shape}")
-    if on_gpu(x):  # not run on a GPU in this project's tests
+    if products is PLAIN and on_gpu(x):  # not run on a GPU in this project's tests
         return paddle.nn.functional.linear(x, weight)
-    return _Linear.apply(x, weight)
+    return _Linear.apply(x, weight, products)
