@@ -1,79 +1,154 @@
-"""Print what the model of a recipe costs, from its numbers alone."""
+"""What a model costs, from its numbers alone: cache, parameters, FLOPs, decoding, the fold; and the paper's claims."""
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from vha_paddle import counts
 from vha_paddle.config import Recipe, load_recipe
-from vha_paddle.errors import run_tool
+from vha_paddle.counts import FlopRule, claims, table5, topics
+from vha_paddle.counts.flags import FLAGS, described, value_of
+from vha_paddle.counts.shapes import SHAPES, TABLE5_INTERMEDIATE, counting_recipe
+from vha_paddle.errors import UserError, run_tool
+from vha_paddle.plan import decode
+from vha_paddle.plan.gpus import GPUS, gpu_named
 
 TEXT = """
-topics:
-  cache   KV-cache bytes per token of context, as served
-  params  parameters by tensor, in total, on one rank of parallel.tensor, and as served after the fold
-  flops   FLOPs per token: forward by part; training, and forward once folded, under each rule of counting
+topics (docs/calculators.md says what each counts):
+  cache    KV-cache bytes per token of context and for a whole sequence, as served
+  params   parameters by tensor, in total, of one rank, of one token, and as served after the fold
+  flops    FLOPs per token: a forward pass by part; training and folded prefill under each rule of counting
+  decode   bytes and FLOPs of a decoder step, and the most tokens per second that a GPU can give
+  fold     which of VHA's maps fold, and what the served model costs beside the trained one
+  table5   the paper's FLOP table beside ours
+  claims   each claim made of VHA that arithmetic can check, beside what it gives
+
+The model of a topic is a recipe, a named shape, or described by flags; flags also change a named shape.
 
 examples:
   python tools/calculate.py cache recipes/quickstart.yaml
   python tools/calculate.py params recipes/quickstart.yaml parallel.tensor=4
-  python tools/calculate.py flops recipes/quickstart.yaml data.sequence_length=1024 --json
+  python tools/calculate.py cache --shape 1.7B --attention gqa 16-2 mla vha --sequence-length 32768
+  python tools/calculate.py params --shape 30B-A3B --attention vha --expert 8
+  python tools/calculate.py flops --shape 1.7B --attention vha --no-lm-head --intermediate-size 5504
+  python tools/calculate.py flops --shape 1.7B --attention vha --folded --causal
+  python tools/calculate.py decode --shape 1.7B --attention gqa vha --batch 64 --context 32768 --gpu h200
+  python tools/calculate.py fold --shape 1.7B --attention vha --output-gate after_postmix
+  python tools/calculate.py cache --kind mla --hidden 2048 --layers 28 --heads 16 --intermediate-size 6144
+  python tools/calculate.py flops --kind vha --hidden 1024 --layers 12 --heads 8 --kv-heads 2 --head-dim 64 \\
+      --postmix-rank 2 --intermediate-size 3072 --vocab 32000 --tied true --window 512 --full-every 4
+  python tools/calculate.py table5 --lm-head --causal
+  python tools/calculate.py claims --json
 
 exit status: 0 done, 2 wrong recipe or arguments.
 """
 
-
-def cache(recipe: Recipe) -> dict[str, int]:
-    attention, layers = recipe.model.attention, recipe.model.num_hidden_layers
-    per_layer = {dtype: counts.kv_cache_bytes(attention, dtype) for dtype in counts.BYTES}
-    values = {f"{dtype}_bytes_per_token_per_layer": size for dtype, size in per_layer.items()}
-    return values | {f"{dtype}_bytes_per_token": size * layers for dtype, size in per_layer.items()}
+KINDS = ("grouped", "vha", "mla", "mfa", "gva", "dcmha")
 
 
-def params(recipe: Recipe) -> dict[str, int]:
-    model, whole = recipe.model, counts.parameters(recipe.model)
-    tensors = counts.attention_parameters(model)
-    values = {f"attention_per_layer.{name}": size for name, size in tensors.items()}
-    values |= asdict(whole) | {"non_embedding": whole.non_embedding, "total": whole.total}
-    values["total_on_one_rank"] = counts.parameters(model, recipe.parallel.tensor).total
-    return values | {"total_served_folded": counts.parameters(counts.folded(model)).total}
+def recipes(arguments: argparse.Namespace) -> dict[str, Recipe]:
+    """The models to count, by the names they are printed under."""
+    ways = (arguments.recipe, arguments.shape, arguments.kind)
+    if sum(way is not None for way in ways) != 1:
+        raise UserError("the model: give one of a recipe, --shape (with --attention), and --kind with its sizes")
+    typed = {flag: getattr(arguments, flag.replace("-", "_")) for flag in FLAGS}
+    typed = {flag: value_of(value) for flag, value in typed.items() if value is not None}
+    if arguments.recipe is not None:
+        if typed:
+            raise UserError(f"--{next(iter(typed))}: describes a model of its own; override the recipe's key instead")
+        recipe = load_recipe(arguments.recipe, arguments.overrides)
+        return {recipe.run.name: recipe}
+
+    def counting(name: str, **how: Any) -> Recipe:
+        model = described(typed, **how)
+        return counting_recipe(name, model, arguments.sequence_length, arguments.tensor, arguments.expert)
+
+    if arguments.kind is not None:
+        return {arguments.kind: counting(arguments.kind, kind=arguments.kind)}
+    shape = arguments.shape
+    return {f"{shape} {name}": counting(shape, shape=shape, attention=name) for name in arguments.attention}
 
 
-def flops(recipe: Recipe) -> dict[str, int]:
-    model, rule = recipe.model, counts.FlopRule(sequence_length=recipe.data.sequence_length)
-    values = {f"forward.{part}": count for part, count in counts.forward_flops_by_part(model, rule).items()}
-    for lm_head, causal in itertools.product((True, False), (False, True)):
-        rule = replace(rule, lm_head=lm_head, causal=causal)
-        name = f"{'with' if lm_head else 'without'}_lm_head_{'causal' if causal else 'full'}_scores"
-        values[f"training.{name}"] = counts.training_flops(model, rule)
-        values[f"folded_forward.{name}"] = counts.forward_flops(model, replace(rule, folded=True))
-    return values
+def topic(arguments: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
+    """What one model costs."""
+    length = recipe.data.sequence_length
+    rule = FlopRule(sequence_length=length, lm_head=arguments.lm_head, causal=arguments.causal, folded=arguments.folded)
+    if arguments.topic == "decode":
+        context = length if arguments.context is None else arguments.context
+        return decode.values(decode.decode(recipe.model, arguments.batch, context, gpu_named(arguments.gpu)))
+    if arguments.topic == "flops":
+        return topics.flops(recipe, rule)
+    if arguments.topic == "fold":
+        return topics.fold(recipe, rule)
+    return topics.cache(recipe) if arguments.topic == "cache" else topics.params(recipe)
 
 
-TOPICS = {"cache": cache, "params": params, "flops": flops}
+def parse() -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, epilog=TEXT, formatter_class=raw)
+    parser.add_argument("topic", choices=("cache", "params", "flops", "decode", "fold", "table5", "claims"))
+    parser.add_argument("recipe", type=Path, nargs="?", help="YAML recipe")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the recipe")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    model = parser.add_argument_group("a model without a recipe")
+    model.add_argument("--shape", choices=tuple(SHAPES), help="a named shape")
+    names = "gqa, vha, mla, or query-KV heads such as 16-2 (default: vha)"
+    model.add_argument("--attention", nargs="+", default=["vha"], metavar="NAME", help=names)
+    model.add_argument("--kind", choices=KINDS, help="or an attention kind, with the sizes below")
+    for flag, key in FLAGS.items():
+        model.add_argument(f"--{flag}", metavar="VALUE", help=f"model.{key}")
+    model.add_argument("--sequence-length", type=int, default=4096, metavar="S", help="tokens (default: 4096)")
+    model.add_argument("--tensor", type=int, default=1, metavar="N", help="ranks that tensor parallelism splits over")
+    model.add_argument("--expert", type=int, default=1, metavar="N", help="ranks that hold different experts")
+    rule = parser.add_argument_group("rules of counting FLOPs")
+    switch = argparse.BooleanOptionalAction
+    rule.add_argument("--lm-head", action=switch, default=None, help="count the head (default: yes; table5: no)")
+    rule.add_argument("--causal", action=switch, default=False, help="count only the scores that the mask keeps")
+    folded_help = "prefill with the folded model (default: unfolded)"
+    rule.add_argument("--folded", action="store_true", default=False, help=folded_help)
+    rule.add_argument("--unfolded", action="store_false", dest="folded", help="prefill with the trained model")
+    step = parser.add_argument_group("decode")
+    step.add_argument("--batch", type=int, default=1, metavar="B", help="sequences of a step (default: 1)")
+    step.add_argument("--context", type=int, metavar="TOKENS", help="of each sequence (default: the sequence length)")
+    step.add_argument("--gpu", default="h800", metavar="NAME", help=f"{', '.join(GPUS)} (default: h800)")
+    arguments = parser.parse_intermixed_args()
+    if arguments.lm_head is None:
+        arguments.lm_head = arguments.topic != "table5"
+    return arguments
+
+
+def show(values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if not isinstance(value, str):
+            value = f"{value:,.{0 if isinstance(value, int) or value >= 1000 else 4}f}"
+        print(f"{name:<52} {value:>24}")
 
 
 def main() -> None:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, epilog=TEXT, formatter_class=raw)
-    parser.add_argument("topic", choices=TOPICS)
-    parser.add_argument("recipe", type=Path, help="YAML recipe")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the recipe")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    arguments = parser.parse_intermixed_args()
-    values = TOPICS[arguments.topic](load_recipe(arguments.recipe, arguments.overrides))
-    if arguments.json:
-        print(json.dumps(values, indent=2))
+    arguments = parse()
+    if arguments.topic == "claims":
+        print(json.dumps(claims.values(), indent=2) if arguments.json else claims.render())
         return
-    for name, value in values.items():
-        print(f"{name:<52} {value:>22,}")
+    if arguments.topic == "table5":
+        rule = FlopRule(sequence_length=4096, lm_head=arguments.lm_head, causal=arguments.causal)
+        width = TABLE5_INTERMEDIATE if arguments.intermediate_size is None else value_of(arguments.intermediate_size)
+        rows = table5.rows(rule, width)
+        print(json.dumps([asdict(row) for row in rows], indent=2) if arguments.json else table5.render(rows, width))
+        return
+    found = {name: topic(arguments, recipe) for name, recipe in recipes(arguments).items()}
+    if arguments.json:
+        print(json.dumps(found if len(found) > 1 else next(iter(found.values())), indent=2))
+        return
+    for name, values in found.items():
+        if len(found) > 1:
+            print(f"{name}:")
+        show(values)
 
 
 if __name__ == "__main__":

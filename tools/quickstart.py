@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # run from a checkout without installing
 
-from vha_paddle.config import load_recipe
+from vha_paddle.config import VirtualHeadAttention, load_recipe
 from vha_paddle.counts import kv_cache_bytes
 from vha_paddle.errors import RunError, run_tool
 
@@ -63,6 +63,7 @@ def main() -> None:
     print(f"\n{sample.strip()}\n")
 
     attention = recipe.model.attention
+    assert isinstance(attention, VirtualHeadAttention), "the recipe's own kind"
     cache = kv_cache_bytes(attention, "bfloat16")
     gqa8 = cache // attention.num_key_value_heads * GQA8_HEADS
     rows = [

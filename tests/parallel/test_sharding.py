@@ -149,7 +149,9 @@ class Mixture(nn.Layer):
         scope = Scope(Mesh(), "float32", 0, "mixture")
         for name in ("router", "shared", "up", "down"):
             parameter = scope.parameter(self, name, Placement.replicated((3, 3), False), Constant(1.0), "matrix")
-            parameter.info = replace(info_of(parameter), is_expert=name in ("up", "down"))
+            info = info_of(parameter)
+            by_expert = replace(info.placement, by_expert=name in ("up", "down"))
+            parameter.info = replace(info, placement=by_expert)
             self.add_parameter(name, parameter)
 
 

@@ -15,6 +15,30 @@ VHA: dict[str, Any] = {
 }
 GROUPED: dict[str, Any] = {"kind": "grouped", "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 6}
 
+MLA: dict[str, Any] = {
+    "kind": "mla",
+    "num_attention_heads": 4,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 4,
+}
+MFA: dict[str, Any] = {"kind": "mfa", "num_attention_heads": 4, "head_dim": 6, "q_lora_rank": 14}
+GVA: dict[str, Any] = {
+    "kind": "gva",
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "qk_rope_head_dim": 2,
+}
+DCMHA: dict[str, Any] = {
+    "kind": "dcmha",
+    "num_attention_heads": 8,
+    "head_dim": 6,
+    "num_groups": 4,
+    "compose_rank": 2,
+}
+
 
 def small_recipe(
     attention: dict[str, Any],
@@ -46,7 +70,7 @@ def small_recipe(
                 "micro_batch_size": 1,
                 **(data or {}),
             },
-            "optim": {"lr": 1e-3, "decay_target": "identity" if attention["kind"] == "vha" else None},
+            "optim": {"lr": 1e-3, "decay_target": "none" if attention["kind"] == "vha" else None},
             "schedule": {"kind": "cosine", "total_tokens": 6400, "warmup_tokens": 0, "min_lr": 0.0},
             "parallel": parallel or {},
             "precision": {"compute": compute},

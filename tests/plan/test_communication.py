@@ -7,13 +7,22 @@ from typing import Any
 
 import pytest
 
-from tests.plan.recipes import GROUPED, VHA, small_recipe
+from tests.plan.recipes import DCMHA, GROUPED, GVA, MFA, MLA, VHA, small_recipe
+from vha_paddle.config import Parallel, Recipe
 from vha_paddle.plan.communication import Transfer, postmix_values, transfers
+from vha_paddle.plan.stages import stage_tensors
 
 
 @pytest.mark.parametrize(
     ("kind", "ring"),
-    [("all-reduce", 1500), ("all-gather", 750), ("reduce-scatter", 750), ("broadcast", 1000), ("send", 1000)],
+    [
+        ("all-reduce", 1500),
+        ("all-gather", 750),
+        ("reduce-scatter", 750),
+        ("broadcast", 1000),
+        ("send", 1000),
+        ("all-to-all", 750),
+    ],
 )
 def test_ring_bytes_of_a_payload_of_1000_on_4_ranks(kind: Any, ring: int) -> None:
     transfer = Transfer(axis="tensor", kind=kind, phase="step", purpose="", ranks=4, payload=1000)
@@ -93,3 +102,90 @@ def test_grouped_attention_has_no_postmix() -> None:
 def test_postmix_adds_512_values_per_token_at_1p7b() -> None:
     found = postmix_values(small_recipe(VHA | {"head_dim": 128, "postmix_rank": 4}))
     assert found is not None and (found.per_token, found.per_pass) == (512, 0)
+
+
+EXPERTS: dict[str, Any] = {
+    "intermediate_size": None,
+    "experts": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 10},
+}
+
+
+def payloads(recipe: Recipe) -> dict[tuple[str, str], int]:
+    """Bytes by axis and purpose."""
+    found: Counter[tuple[str, str]] = Counter()
+    for transfer in transfers(recipe, 0):
+        found[transfer.axis, transfer.purpose] += transfer.payload
+    return dict(found)
+
+
+@pytest.mark.parametrize(("recompute", "passes"), [("none", 1), ("selective", 1), ("full", 2)])
+def test_every_copy_of_a_token_goes_to_its_expert_and_back(recompute: str, passes: int) -> None:
+    parallel = {"sharding": 2, "expert": 2}
+    recipe = small_recipe(VHA, parallel, compute="bfloat16", recompute=recompute, model=EXPERTS)
+    found = payloads(recipe)
+    rows = 4 * 4 * 8 * 2 * 24 * 2  # layers, microbatches of a rank, tokens, experts of each, D, bytes
+    assert found["expert", "rows to experts and back"] == passes * 2 * rows
+    assert found["expert", "gradients of rows"] == 2 * rows
+
+
+def test_gradients_of_experts_are_summed_where_the_same_ones_are_held() -> None:
+    experts = 4 * 3 * 3 * 24 * 10  # layers, experts of a rank, matrices
+    for stage in (1, 2, 3):
+        recipe = small_recipe(VHA, {"sharding": 4, "sharding_stage": stage, "expert": 2}, model=EXPERTS)
+        same = [
+            transfer for transfer in transfers(recipe, 0) if "experts" in transfer.purpose and transfer.axis != "expert"
+        ]
+        assert {transfer.ranks for transfer in same} == {2}
+        assert {(transfer.kind, transfer.payload) for transfer in same} == {
+            ("all-reduce", 4 * experts),
+            ("broadcast", 4 * experts),
+        }
+    alone = small_recipe(VHA, {"sharding": 2, "expert": 2}, model=EXPERTS)
+    assert not [
+        transfer for transfer in transfers(alone, 0) if "experts" in transfer.purpose and transfer.axis != "expert"
+    ]
+
+
+def test_a_shared_expert_enters_and_leaves_the_tensor_region_by_itself() -> None:
+    shared = EXPERTS | {"experts": EXPERTS["experts"] | {"shared_expert_intermediate_size": 8}}
+
+    def outputs(model: dict[str, Any]) -> int:
+        return payloads(small_recipe(GROUPED, {"tensor": 2}, model=model))["tensor", "outputs of o_proj and down_proj"]
+
+    stream = 64 * 24 * 4  # tokens of a step, D, bytes
+    assert outputs(shared) - outputs(EXPERTS) == 4 * stream
+    assert outputs(EXPERTS) == outputs({})
+
+
+@pytest.mark.parametrize(
+    ("attention", "values"),
+    [
+        (VHA, 2 * 2 * 6),
+        (GROUPED, 2 * 1 * 6),
+        (MLA, 10 + 2),
+        (MFA, 2 * 6),
+        (GVA, 1 * 6 + 2),
+        (DCMHA, 2 * 4 * 6 + 2 * 4 * 5),
+    ],
+)
+def test_context_ranks_gather_what_is_cached_of_a_tensor_ranks_heads(attention: dict[str, Any], values: int) -> None:
+    found = payloads(small_recipe(attention, {"tensor": 2, "context": 2}))
+    assert found["context", "keys and values"] == 4 * 64 * values * 4  # layers, tokens of a step, bytes
+
+
+def test_gradients_cross_in_float32_and_weights_in_their_own_dtype() -> None:
+    recipe = small_recipe(VHA, {"sharding": 2, "sharding_stage": 2}, compute="bfloat16")
+    found = payloads(recipe)
+    replicas = payloads(small_recipe(VHA, {"data": 2, "pipeline": 2}, compute="bfloat16"))
+    size = sum(tensor.size for tensor in stage_tensors(recipe.model, recipe.parallel, 0))
+    assert found["sharding", "gradients to their owners"] == 4 * size * 4  # microbatches, bytes
+    assert found["sharding", "weights from their owners"] == size * 2
+    first = stage_tensors(recipe.model, Parallel(pipeline=2), 0)
+    assert replicas["data", "gradients"] == sum(tensor.size for tensor in first) * 4
+    assert replicas["pipeline", "gradient of the tied embedding"] == 56 * 24 * 4
+
+
+def test_postmix_of_a_hybrid_is_summed_for_the_layers_that_have_it() -> None:
+    hybrid = {"sliding_window": {"window": 3, "full_every": 4, "attention": GROUPED}}
+    found = payloads(small_recipe(VHA, {"tensor": 2}, model=hybrid))
+    assert 4 * found["tensor", "Postmix"] == payloads(small_recipe(VHA, {"tensor": 2}))["tensor", "Postmix"]

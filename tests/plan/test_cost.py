@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.plan.recipes import GROUPED, VHA, small_recipe
+from tests.plan.recipes import DCMHA, GROUPED, GVA, MFA, MLA, VHA, small_recipe
 from vha_paddle.counts import FlopRule, forward_flops_by_part, training_flops
 from vha_paddle.errors import UserError
 from vha_paddle.plan.communication import transfers
@@ -44,6 +44,10 @@ def test_waiting_stages_and_recomputed_flops_lengthen_the_step() -> None:
         (VHA | {"postmix_space": "weight"}, "selective", ("scores", "premix")),
         (GROUPED, "selective", ("scores",)),
         (GROUPED, "full", ("q_proj", "k_proj", "v_proj", "o_proj", "scores", "mlp")),
+        (MLA, "selective", ("scores", "kv_b_proj")),
+        (MFA, "selective", ("scores",)),
+        (GVA, "selective", ("scores", "key_map")),
+        (DCMHA, "selective", ("scores", "composition", "compose_factors")),
     ],
 )
 def test_recomputed_flops_are_those_of_the_parts_that_run_again(
@@ -62,6 +66,54 @@ def test_a_group_crosses_nodes_when_it_spans_more_than_8_ranks() -> None:
         False,
         True,
     ]
+
+
+EXPERTS: dict[str, Any] = {
+    "intermediate_size": None,
+    "experts": {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 10},
+}
+
+
+@pytest.mark.parametrize(("expert", "crosses"), [(4, False), (8, True)])
+def test_experts_lie_on_neighbours_of_the_sharding_axis(expert: int, crosses: bool) -> None:
+    recipe = small_recipe(VHA, {"tensor": 2, "sharding": 8, "expert": expert}, model=EXPERTS)
+    assert crosses_nodes(recipe, "expert") == crosses
+    assert crosses_nodes(recipe, "sharding")
+
+
+@pytest.mark.parametrize(
+    ("fp8", "fast"),
+    [
+        ("none", ()),
+        ("experts", ("experts",)),
+        ("all", ("experts", "q_proj", "k_proj", "v_proj", "o_proj")),
+    ],
+)
+def test_what_is_rounded_to_fp8_runs_at_its_peak(fp8: Any, fast: tuple[str, ...]) -> None:
+    recipe = small_recipe(VHA, model=EXPERTS, recompute="full", compute="bfloat16")
+    recipe = recipe.model_copy(update={"precision": recipe.precision.model_copy(update={"fp8": fp8})})
+    plan = make_plan(recipe, H800, 0.5)
+    parts = forward_flops_by_part(recipe.model, CAUSAL)
+    again = {part: flops for part, flops in parts.items() if part != "lm_head"}  # recomputed
+    seconds = sum(
+        (3 * flops + again.get(part, 0)) / (1979e12 if part in fast else 989e12) for part, flops in parts.items()
+    )
+    assert plan.step_seconds == pytest.approx(64 * seconds / 0.5)
+    assert plan.overall_mfu == pytest.approx(64 * 3 * sum(parts.values()) / (989e12 * plan.step_seconds))
+
+
+def test_fp8_on_a_gpu_without_it_is_refused() -> None:
+    recipe = small_recipe(VHA, compute="bfloat16")
+    recipe = recipe.model_copy(update={"precision": recipe.precision.model_copy(update={"fp8": "all"})})
+    with pytest.raises(UserError, match="precision.fp8=all: A100 SXM 80 GB has no FP8; use none or another --gpu"):
+        make_plan(recipe, GPUS["a100"], 0.4)
+
+
+def test_a_step_of_experts_takes_the_flops_of_those_that_a_token_uses() -> None:
+    more = EXPERTS | {"experts": EXPERTS["experts"] | {"num_experts": 32}}
+    few, many = (make_plan(small_recipe(VHA, model=model), H800, 0.4) for model in (EXPERTS, more))
+    router = 3 * 2 * 4 * 24 * 16  # training, layers
+    assert many.flops_per_token - few.flops_per_token == router
 
 
 def test_communication_time_is_ring_bytes_over_the_link_they_cross() -> None:

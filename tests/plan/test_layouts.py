@@ -88,3 +88,26 @@ def test_a_number_of_gpus_that_nothing_multiplies_to_is_refused_with_those_that_
 def test_the_quickstart_can_be_planned_for_more_gpus(request: pytest.FixtureRequest) -> None:
     recipe = load_recipe(request.config.rootpath / "recipes" / "quickstart.yaml")
     assert all(plan.recipe.num_ranks == 4 for plan in propose(recipe, 4, H800, 0.4))
+
+
+EXPERTS = {
+    "intermediate_size": None,
+    "experts": {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
+
+
+def test_experts_are_divided_over_what_divides_both_them_and_the_shards() -> None:
+    found = list(candidates(small_recipe(VHA, model=EXPERTS), 8))
+    for recipe in found:
+        check(recipe)
+        assert recipe.num_ranks == 8  # experts take no ranks of their own
+    pairs = {(recipe.parallel.sharding, recipe.parallel.expert) for recipe in found}
+    assert {(1, 1), (8, 1), (8, 2), (8, 4)} <= pairs
+    assert not any(expert == 8 for _, expert in pairs)  # 12 experts
+    assert {recipe.parallel.expert for recipe in candidates(small_recipe(VHA), 8)} == {1}
+
+
+def test_the_own_expert_degree_is_tried_beyond_a_node() -> None:
+    model = EXPERTS | {"experts": EXPERTS["experts"] | {"num_experts": 16}}  # type: ignore[operator]
+    recipe = small_recipe(VHA, {"sharding": 16, "expert": 16}, model=model, data={"global_batch_size": 16})
+    assert {candidate.parallel.expert for candidate in candidates(recipe, 16)} == {1, 2, 4, 8, 16}

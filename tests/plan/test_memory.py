@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.plan.recipes import VHA, small_recipe
+from tests.plan.recipes import GROUPED, VHA, small_recipe
 from vha_paddle.config import Parallel
 from vha_paddle.errors import UserError
 from vha_paddle.plan import activations
@@ -20,7 +20,8 @@ def test_weights_gradients_and_optimizer_follow_from_the_parameters(compute: str
     for rank, owned in enumerate(owned_sizes(recipe.model, recipe.parallel, 0)):
         found = rank_memory(recipe, 0, rank)
         assert (found.parameters, found.owned) == (size, owned)
-        assert (found.weights, found.gradients, found.optimizer) == (width * size, width * size, state * owned)
+        # gradients are summed in float32, whatever the weights
+        assert (found.weights, found.gradients, found.optimizer) == (width * size, 4 * size, state * owned)
 
 
 def test_later_sharding_stages_divide_gradients_then_weights() -> None:
@@ -92,3 +93,45 @@ def test_worst_and_best_rank_are_found_over_stages_and_shards() -> None:
     ranks = all_ranks(small_recipe(VHA, {"pipeline": 2, "sharding": 2}))
     assert {rank.stage for rank in ranks} == {0, 1}
     assert worst(ranks).total == max(rank.total for rank in ranks) > best(ranks).total
+
+
+EXPERTS = {
+    "intermediate_size": None,
+    "experts": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 10},
+}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_experts_stay_at_stage_1_among_the_ranks_that_hold_the_same(stage: int) -> None:
+    degrees = {"sharding": 4, "sharding_stage": stage, "expert": 2}
+    recipe = small_recipe(VHA, degrees, compute="bfloat16", model=EXPERTS)
+    tensors = stage_tensors(recipe.model, recipe.parallel, 0)
+    experts = sum(tensor.size for tensor in tensors if tensor.is_expert)
+    dense = [tensor for tensor in tensors if not tensor.is_expert]
+    assert experts == 4 * 3 * 3 * 24 * 10  # layers, experts of a rank, matrices
+    for rank in range(4):
+        found = rank_memory(recipe, 0, rank)
+        own = owned_tensors(recipe.model, recipe.parallel, 0, rank)
+        mine = {tensor.name for tensor in own if not tensor.is_expert}
+        own_dense = sum(tensor.size for tensor in dense if tensor.name in mine)
+        own_experts = sum(tensor.size for tensor in own if tensor.is_expert)
+        assert found.optimizer == 12 * (own_dense + own_experts)
+        whole = sum(tensor.size for tensor in dense)
+        others = [tensor for tensor in dense if tensor.name not in mine]
+        ends = sum(tensor.size for tensor in others if not tensor.unit.startswith("layers"))
+        blocks = [sum(tensor.size for tensor in others if tensor.unit == f"layers.{layer}") for layer in range(4)]
+        gradients = whole if stage == 1 else own_dense + max(tensor.size for tensor in dense)
+        assert found.gradients == 4 * (experts + gradients)
+        assert found.weights == 2 * (experts + (whole if stage < 3 else own_dense + ends + max(blocks)))
+
+
+def test_a_stage_of_a_hybrid_keeps_what_each_of_its_layers_keeps() -> None:
+    sliding = GROUPED | {"num_key_value_heads": 4}
+    hybrid = {"sliding_window": {"window": 3, "full_every": 2, "attention": sliding}}
+    recipe = small_recipe(VHA, model=hybrid)
+    full, other = recipe.model.attentions[1], recipe.model.attentions[0]
+    assert (full.kind, other.kind) == ("vha", "grouped")
+    kept = activations.layer_kept(recipe, full) + activations.layer_kept(recipe, other)
+    found = rank_memory(recipe, 0, 0)
+    assert found.activations == found.activations_per_microbatch == 2 * kept
+    assert activations.layer_kept(recipe, full) != activations.layer_kept(recipe, other)

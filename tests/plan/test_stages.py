@@ -8,8 +8,8 @@ import numpy as np
 import paddle
 import pytest
 
+from tests.counts.models import MILLIONS, published
 from tests.plan.recipes import GROUPED, VHA, small_recipe
-from tests.test_counts import MILLIONS, published
 from vha_paddle.config import Attention, Model, Parallel
 from vha_paddle.errors import UserError
 from vha_paddle.model.decoder import build_decoder

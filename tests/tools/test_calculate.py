@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from vha_paddle.counts.shapes import named
+from vha_paddle.plan.decode import decode
+from vha_paddle.plan.gpus import GPUS
+
 ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools" / "calculate.py"
 RECIPE = str(ROOT / "recipes" / "quickstart.yaml")
 
 
 def calculate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools" / "calculate.py"), *arguments]
+    command = [sys.executable, str(TOOL), *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -35,8 +43,102 @@ def test_flops_are_printed_as_a_table_with_every_convention(tmp_path: Path) -> N
     assert lines["training.with_lm_head_full_scores"] == f"{3 * forward:,}"
 
 
-def test_a_wrong_recipe_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    result = calculate(tmp_path, "params", RECIPE, "parallel.tensor=3")
+def test_several_attentions_of_a_shape_are_printed_one_after_the_other(tmp_path: Path) -> None:
+    command = ["cache", "--shape", "1.7B", "--attention", "gqa", "mla", "vha", "--sequence-length", "32768"]
+    found = json.loads(calculate(tmp_path, *command, "--json").stdout)
+    per_layer = {name: values["bfloat16_bytes_per_token_per_layer"] for name, values in found.items()}
+    assert per_layer == {"1.7B gqa": 4096, "1.7B mla": 1152, "1.7B vha": 1024}
+    titles = [line for line in calculate(tmp_path, *command).stdout.splitlines() if line.endswith(":")]
+    assert titles == ["1.7B gqa:", "1.7B mla:", "1.7B vha:"]
+
+
+def test_switches_choose_the_rule_and_the_width(tmp_path: Path) -> None:
+    paper = ["--shape", "1.7B", "--attention", "gqa", "--no-lm-head", "--intermediate-size", "5504", "--json"]
+    assert round(json.loads(calculate(tmp_path, "flops", *paper).stdout)["training"] / 1e9, 4) == 10.6137
+    vha = ["flops", "--shape", "1.7B", "--no-lm-head", "--intermediate-size", "5504", "--json"]
+    folded, unfolded = (
+        json.loads(calculate(tmp_path, *vha, switch).stdout)["forward"] for switch in ("--folded", "--unfolded")
+    )
+    assert (round(folded / 1e9, 4), round(unfolded / 1e9, 4)) == (round(3.5379 - 0.1762, 4), round(9.7797 / 3, 4))
+
+
+def test_a_decoder_step_is_bounded_by_a_gpu(tmp_path: Path) -> None:
+    command = ["decode", "--shape", "1.7B", "--batch", "64", "--context", "32768", "--gpu", "h200", "--json"]
+    found = json.loads(calculate(tmp_path, *command).stdout)
+    assert found["cache_bytes_per_step"] == 64 * 32768 * 28 * 1024
+    assert (found["gpu"], found["limited_by"], found["fits_one_gpu"]) == ("H200 SXM 141 GB", "memory", "yes")
+    read = found["weight_bytes_per_step"] + found["cache_bytes_per_step"]
+    assert found["tokens_per_second_at_most"] == pytest.approx(64 * 4800e9 / read)
+
+
+def test_table_5_and_the_claims_need_no_model(tmp_path: Path) -> None:
+    rows = json.loads(calculate(tmp_path, "table5", "--json").stdout)
+    assert [round(row["table_width"], 4) for row in rows[:3]] == [10.6137, 9.9090, 9.7797]
+    assert "10.6137" in calculate(tmp_path, "table5").stdout
+    claims = json.loads(calculate(tmp_path, "claims", "--json").stdout)
+    verdicts = [claim["verdict"] for claim in claims]
+    assert verdicts.count("agrees") >= 20 and any(verdict.startswith("differs by") for verdict in verdicts)
+    assert "cannot be computed: quality" in calculate(tmp_path, "claims").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["params", RECIPE, "parallel.tensor=3"], "parallel.tensor=3: must divide"),
+        (["cache"], "the model: give one of a recipe, --shape (with --attention), and --kind with its sizes"),
+        (["cache", RECIPE, "--shape", "1.7B"], "the model: give one of a recipe"),
+        (["cache", RECIPE, "--heads", "4"], "--heads: describes a model of its own; override the recipe's key instead"),
+        (["cache", "--kind", "vha"], "vha: model.hidden_size: required key is missing; add it"),
+        (
+            ["cache", "--shape", "1.7B", "--heads", "many"],
+            "model.attention.num_attention_heads='many': must be a valid",
+        ),
+        (
+            ["cache", "--shape", "1.7B", "--attention", "17-2"],
+            "must be a multiple of model.attention.num_key_value_heads",
+        ),
+        (["params", "--shape", "30B-A3B", "--expert", "7"], "parallel.expert=7: must divide"),
+        (["decode", "--shape", "1.7B", "--gpu", "tpu"], "--gpu tpu: no such GPU in the table"),
+        (["decode", "--shape", "1.7B", "--batch", "0"], "--batch 0: must be at least 1"),
+        (["table5", "--intermediate-size", "wide"], "model.intermediate_size='wide': must be a valid integer"),
+        (["flops", "--shape", "1.7B", "--compose-rank", "2"], "model.attention.compose_rank: unknown key"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[str], message: str) -> None:
+    result = calculate(tmp_path, *arguments)
     assert result.returncode == 2
-    assert result.stderr.startswith("error: ")
+    assert result.stderr.startswith("error: ") and message in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def examples() -> list[str]:
+    """The commands that --help shows."""
+    text = subprocess.run([sys.executable, str(TOOL), "--help"], capture_output=True, text=True, check=True).stdout
+    joined = text.replace("\\\n", " ")
+    return [line.strip() for line in joined.splitlines() if line.strip().startswith("python tools/calculate.py")]
+
+
+def test_every_example_of_the_help_runs() -> None:
+    commands = examples()
+    assert len(commands) >= 10
+    for command in commands:
+        words = shlex.split(command)
+        result = subprocess.run([sys.executable, *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert result.returncode == 0, f"{command}: {result.stderr}"
+
+
+def test_calculating_loads_no_paddle() -> None:
+    code = "import sys, vha_paddle.counts.claims, vha_paddle.counts.topics, vha_paddle.plan.decode; "
+    code += "print('paddle' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.stdout.strip() == "False", result.stderr
+
+
+def test_the_documented_steps_are_the_computed_ones() -> None:
+    text = (ROOT / "docs" / "calculators.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[2:5] for line in text.splitlines() if line.startswith("| batch ")]
+    printed = [[int(cell.replace(",", "")) for cell in row] for row in rows]
+    for row, (batch, context) in zip(printed, ((1, 4096), (64, 4096), (64, 32768)), strict=True):
+        for shown, name in zip(row, ("gqa", "vha", "mla"), strict=True):
+            found = decode(named("1.7B", name).model, batch, context, GPUS["h200"])
+            assert round(found.tokens_per_second) == shown, (name, batch, context)

@@ -76,7 +76,7 @@ def test_layouts_are_proposed_where_the_own_one_does_not_fit(tmp_path: Path) -> 
         (["--mfu", "0"], "--mfu 0.0: must be above 0 and at most 1"),
         (["--gpus", "0"], "--gpus 0: must be at least 1"),
         (["--gpus", "7"], "--gpus 7: no tensor degree of 1 or 2 or 4 or 8"),
-        (["parallel.tensor=3"], "parallel.tensor=3: must divide physical heads"),
+        (["parallel.tensor=3"], "parallel.tensor=3: must divide"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[str], message: str) -> None:

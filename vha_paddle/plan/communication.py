@@ -3,7 +3,8 @@
 Two figures stand for each collective. `payload` is the whole tensor that it is about: what is summed (all-reduce),
 what is gathered (all-gather: the result), what is summed and cut (reduce-scatter: the input), what is sent. `ring` is
 what a rank sends when g ranks work in a ring: 2 (g - 1) / g of the payload for an all-reduce, (g - 1) / g for an
-all-gather or a reduce-scatter, all of it for a broadcast (each rank but the last passes it on) and a send.
+all-gather or a reduce-scatter, all of it for a broadcast (each rank but the last passes it on) and a send. An
+all-to-all's payload is what a rank hands over, of which it keeps 1 / g.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from vha_paddle.config import Recipe, VirtualHeadAttention
-from vha_paddle.counts import BYTES, heads_per_rank
-from vha_paddle.plan.activations import Sizes
+from vha_paddle.config import Attention, Recipe, VirtualHeadAttention
+from vha_paddle.counts import BYTES
 from vha_paddle.plan.stages import REST, LocalTensor, chunks_of, owned_tensors, stage_tensors
+from vha_paddle.plan.terms import GRADIENT_BYTES, Sizes, gathered_values
 
-Axis = Literal["tensor", "pipeline", "context", "data", "sharding"]
-Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce", "send"]
+Axis = Literal["tensor", "pipeline", "context", "data", "sharding", "expert"]
+Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce", "send", "all-to-all"]
 Phase = Literal["forward", "backward", "step"]
 
 
@@ -42,19 +43,15 @@ class Transfer:
         """Bytes that a rank sends in a ring."""
         if self.kind == "all-reduce":
             return 2 * self.payload * (self.ranks - 1) // self.ranks
-        if self.kind in ("all-gather", "reduce-scatter"):
+        if self.kind in ("all-gather", "reduce-scatter", "all-to-all"):
             return self.payload * (self.ranks - 1) // self.ranks
         return self.payload
 
 
 def transfers(recipe: Recipe, stage: int, sharding_rank: int = 0) -> list[Transfer]:
     """Everything a rank of a pipeline stage communicates, apart from single numbers (the loss, the norm)."""
-    parallel = recipe.parallel
-    reduced = stage_tensors(recipe.model, parallel, stage)
-    if parallel.sharding_stage > 1:  # the others' gradients have gone to their owners in backward
-        reduced = tuple(owned_tensors(recipe.model, parallel, stage, sharding_rank))
-    found = [*_tensor(recipe, stage), *_pipeline(recipe, stage), *_context(recipe, stage), *_sharding(recipe, stage)]
-    found += _gradients(recipe, reduced)
+    found = [*_tensor(recipe, stage), *_pipeline(recipe, stage), *_context(recipe, stage), *_expert(recipe, stage)]
+    found += [*_sharding(recipe, stage), *_gradients(recipe, stage, sharding_rank)]
     return [transfer for transfer in found if transfer.payload and transfer.ranks > 1]
 
 
@@ -68,22 +65,25 @@ def _core_passes(recipe: Recipe) -> int:
     return 1 if recipe.memory.recompute == "none" else 2
 
 
-def _num_layers(recipe: Recipe, stage: int) -> int:
-    return sum(map(len, chunks_of(recipe.model.num_hidden_layers, recipe.parallel, stage)))
+def _attentions(recipe: Recipe, stage: int) -> Counter[Attention]:
+    """The attentions of a stage's layers, and how many layers have each."""
+    chunks = chunks_of(recipe.model.num_hidden_layers, recipe.parallel, stage)
+    return Counter(recipe.model.attention_of(layer) for chunk in chunks for layer in chunk)
 
 
 def _tensor(recipe: Recipe, stage: int) -> Iterator[Transfer]:
     parallel, model, sizes = recipe.parallel, recipe.model, Sizes.of(recipe)
-    microbatches, layers = recipe.num_microbatches, _num_layers(recipe, stage)
+    microbatches, attentions = recipe.num_microbatches, _attentions(recipe, stage)
     stream = microbatches * sizes.tokens * model.hidden_size * sizes.width
     is_first, is_last = stage == 0, stage == parallel.pipeline - 1
 
     def of(kind: Kind, phase: Phase, purpose: str, payload: int) -> Transfer:
         return Transfer(axis="tensor", kind=kind, phase=phase, purpose=purpose, ranks=parallel.tensor, payload=payload)
 
-    # a block enters and leaves the tensor region twice, for attention and for the MLP
+    # a block enters and leaves the tensor region for attention, for the MLP or experts, and for a shared expert
     outputs, inputs = "outputs of o_proj and down_proj", "inputs of attention and MLP"
-    per_block = 2 * layers * stream
+    has_shared_expert = model.experts is not None and model.experts.shared_expert_intermediate_size > 0
+    per_block = (3 if has_shared_expert else 2) * attentions.total() * stream
     if parallel.sequence:
         yield of("reduce-scatter", "forward", outputs, per_block * _passes(recipe) + is_first * stream)
         yield of("all-gather", "forward", inputs, per_block * _passes(recipe) + is_last * stream)
@@ -92,8 +92,8 @@ def _tensor(recipe: Recipe, stage: int) -> Iterator[Transfer]:
     else:
         yield of("all-reduce", "forward", outputs, per_block * _passes(recipe) + is_first * stream)
         yield of("all-reduce", "backward", inputs, per_block + is_last * stream)
-    extra = postmix_values(recipe)
-    if extra is not None:
+    for attention, layers in attentions.items():
+        extra = _postmix_values(attention, model.hidden_size)
         # in activation space Postmix lies between the projections, in weight space beside o_proj
         again = _passes(recipe) if extra.per_token == 0 else _core_passes(recipe)
         once = layers * microbatches * (sizes.tokens * extra.per_token + extra.per_pass) * sizes.width
@@ -118,13 +118,18 @@ class PostmixValues:
 
 def postmix_values(recipe: Recipe) -> PostmixValues | None:
     """What VHA adds to a pass over grouped attention of as many query and KV heads; Premix adds nothing."""
-    attention = recipe.model.attention
-    if not isinstance(attention, VirtualHeadAttention):
+    if not recipe.model.has_maps:
         return None
+    return _postmix_values(recipe.model.attention, recipe.model.hidden_size)
+
+
+def _postmix_values(attention: Attention, hidden_size: int) -> PostmixValues:
+    if not isinstance(attention, VirtualHeadAttention) or attention.postmix_rank is None:
+        return PostmixValues(per_token=0, per_pass=0)
     channels = attention.postmix_rank * attention.head_dim
     if attention.postmix_space == "activation":
         return PostmixValues(per_token=channels, per_pass=0)
-    return PostmixValues(per_token=0, per_pass=channels * recipe.model.hidden_size)
+    return PostmixValues(per_token=0, per_pass=channels * hidden_size)
 
 
 def _pipeline(recipe: Recipe, stage: int) -> Iterator[Transfer]:
@@ -141,15 +146,16 @@ def _pipeline(recipe: Recipe, stage: int) -> Iterator[Transfer]:
     yield of("send", "forward", "activations to the next stage", (chunks - is_last) * boundary, pipeline)
     yield of("send", "backward", "gradients to the stage before", (chunks - is_first) * boundary, pipeline)
     if model.tie_word_embeddings and (is_first or is_last):
-        table = model.vocab_size // parallel.tensor * model.hidden_size * sizes.width
+        table = model.vocab_size // parallel.tensor * model.hidden_size * GRADIENT_BYTES
         yield of("all-reduce", "step", "gradient of the tied embedding", table, 2)
 
 
 def _context(recipe: Recipe, stage: int) -> Iterator[Transfer]:
-    parallel, sizes, attention = recipe.parallel, Sizes.of(recipe), recipe.model.attention
-    heads = heads_per_rank(attention, parallel.tensor).key_value
-    whole_sequence = recipe.num_microbatches * sizes.tokens * parallel.context
-    payload = _num_layers(recipe, stage) * whole_sequence * 2 * heads * attention.head_dim * sizes.width
+    parallel, sizes = recipe.parallel, Sizes.of(recipe)
+    per_token = sum(
+        layers * gathered_values(attention, parallel.tensor) for attention, layers in _attentions(recipe, stage).items()
+    )
+    payload = recipe.num_microbatches * sizes.tokens * parallel.context * per_token * sizes.width
 
     def of(kind: Kind, phase: Phase, purpose: str, payload: int) -> Transfer:
         return Transfer(
@@ -160,43 +166,72 @@ def _context(recipe: Recipe, stage: int) -> Iterator[Transfer]:
     yield of("reduce-scatter", "backward", "gradients of keys and values", payload)
 
 
-def _gradients(recipe: Recipe, tensors: Sequence[LocalTensor]) -> Iterator[Transfer]:
+def _expert(recipe: Recipe, stage: int) -> Iterator[Transfer]:
+    """Tokens go to the ranks of their experts and come back, k rows of D values each; gradients the same ways."""
+    experts, parallel, sizes = recipe.model.experts, recipe.parallel, Sizes.of(recipe)
+    if experts is None:
+        return
+    rows = recipe.num_microbatches * sizes.tokens * experts.num_experts_per_tok * _attentions(recipe, stage).total()
+    payload = 2 * rows * recipe.model.hidden_size * sizes.width
+
+    def of(phase: Phase, purpose: str, payload: int) -> Transfer:
+        return Transfer(
+            axis="expert", kind="all-to-all", phase=phase, purpose=purpose, ranks=parallel.expert, payload=payload
+        )
+
+    yield of("forward", "rows to experts and back", _passes(recipe) * payload)
+    yield of("backward", "gradients of rows", payload)
+
+
+def _gradients(recipe: Recipe, stage: int, sharding_rank: int) -> Iterator[Transfer]:
     """Sums once per optimizer step: of what every tensor rank holds whole, and of all over ranks with other tokens."""
-    parallel, width = recipe.parallel, BYTES[recipe.precision.compute]
-    size = sum(tensor.size for tensor in tensors)
+    parallel = recipe.parallel
+    tensors: Sequence[LocalTensor] = stage_tensors(recipe.model, parallel, stage)
+    if parallel.sharding_stage > 1:  # the others' gradients have gone to their owners in backward; experts' stay
+        owned = set(owned_tensors(recipe.model, parallel, stage, sharding_rank))
+        tensors = [tensor for tensor in tensors if tensor.is_expert or tensor in owned]
+    dense = sum(tensor.size for tensor in tensors if not tensor.is_expert)
+    experts = sum(tensor.size for tensor in tensors if tensor.is_expert)
     partial = sum(tensor.size for tensor in tensors if tensor.partial_gradient)
 
     def of(axis: Axis, ranks: int, purpose: str, values: int) -> Transfer:
-        payload = values * width
+        payload = values * GRADIENT_BYTES
         return Transfer(axis=axis, kind="all-reduce", phase="step", purpose=purpose, ranks=ranks, payload=payload)
 
     yield of("tensor", parallel.tensor, "gradients of tensors held whole", partial)
-    yield of("context", parallel.context, "gradients", size)
-    yield of("data", parallel.data, "gradients", size)
+    yield of("context", parallel.context, "gradients", dense + experts)
+    yield of("data", parallel.data, "gradients", dense + experts)
     if parallel.sharding_stage == 1:
-        yield of("sharding", parallel.sharding, "gradients", size)
+        yield of("sharding", parallel.sharding, "gradients", dense)
+    yield of("sharding", parallel.sharding // parallel.expert, "gradients of experts", experts)
 
 
 def _sharding(recipe: Recipe, stage: int) -> Iterator[Transfer]:
-    """Owners send the weights; from stage 2 on every gradient goes to its owner in every microbatch."""
+    """Owners send the weights; from stage 2 on every gradient goes to its owner in every microbatch.
+
+    Experts stay at stage 1, among the ranks that hold the same ones.
+    """
     parallel, width, microbatches = recipe.parallel, BYTES[recipe.precision.compute], recipe.num_microbatches
     units: Counter[str] = Counter()
+    experts = 0
     for tensor in stage_tensors(recipe.model, parallel, stage):
-        units[tensor.unit] += tensor.size * width
-    size = units.total()
+        if tensor.is_expert:
+            experts += tensor.size
+        else:
+            units[tensor.unit] += tensor.size
+    dense = units.total()
 
-    def of(kind: Kind, phase: Phase, purpose: str, payload: int) -> Transfer:
-        return Transfer(
-            axis="sharding", kind=kind, phase=phase, purpose=purpose, ranks=parallel.sharding, payload=payload
-        )
+    def of(kind: Kind, phase: Phase, purpose: str, payload: int, ranks: int = parallel.sharding) -> Transfer:
+        return Transfer(axis="sharding", kind=kind, phase=phase, purpose=purpose, ranks=ranks, payload=payload)
 
     weights = "weights from their owners"
+    yield of("broadcast", "step", "experts from their owners", experts * width, parallel.sharding // parallel.expert)
     if parallel.sharding_stage > 1:
-        yield of("reduce", "backward", "gradients to their owners", microbatches * size)
+        yield of("reduce", "backward", "gradients to their owners", microbatches * dense * GRADIENT_BYTES)
     if parallel.sharding_stage < 3:
-        yield of("broadcast", "step", weights, size)
+        yield of("broadcast", "step", weights, dense * width)
         return
-    yield of("broadcast", "step", weights + ", once", units.pop(REST))
-    yield of("broadcast", "forward", weights, microbatches * units.total())
+    yield of("broadcast", "step", weights + ", once", units.pop(REST) * width)
+    yield of("broadcast", "forward", weights, microbatches * units.total() * width)
     del units["embedding"]  # the gradient of a table does not need its values
-    yield of("broadcast", "backward", weights, microbatches * units.total())
+    yield of("broadcast", "backward", weights, microbatches * units.total() * width)

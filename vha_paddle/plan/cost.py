@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vha_paddle.config import Recipe, VirtualHeadAttention
-from vha_paddle.counts import FlopRule, forward_flops_by_part, training_flops
+from vha_paddle.counts import TRAINING_OVER_FORWARD, FlopRule, forward_flops_by_part, training_flops
 from vha_paddle.errors import UserError
 from vha_paddle.plan.communication import Transfer, transfers
 from vha_paddle.plan.gpus import GPUS_PER_NODE, Gpu
@@ -60,14 +60,17 @@ class Plan:
 
     @property
     def step_seconds(self) -> float:
-        peak = self.recipe.num_ranks * self.gpu.bf16_flops
-        busy = self.flops_per_token * self.recipe.tokens_per_step / (peak * self.mfu)
-        return busy * (1 + self.recomputed) / (1 - self.schedule.bubble)
+        """What is rounded to FP8 runs at that peak, the rest at bfloat16's."""
+        slow, fast = _flops_by_precision(self.recipe)
+        seconds = slow / self.gpu.bf16_flops + (fast / self.gpu.fp8_flops if self.gpu.fp8_flops else 0.0)
+        busy = seconds * self.recipe.tokens_per_step / (self.recipe.num_ranks * self.mfu)
+        return busy / (1 - self.schedule.bubble)
 
     @property
     def overall_mfu(self) -> float:
-        """Model FLOPs over the peak of all GPUs for the time that the step takes."""
-        return self.mfu * (1 - self.schedule.bubble) / (1 + self.recomputed)
+        """Model FLOPs over the bfloat16 peak of all GPUs for the time that the step takes."""
+        flops = self.flops_per_token * self.recipe.tokens_per_step
+        return flops / (self.recipe.num_ranks * self.gpu.bf16_flops * self.step_seconds)
 
     @property
     def communication_seconds(self) -> float:
@@ -88,9 +91,11 @@ class Plan:
 
 
 def make_plan(recipe: Recipe, gpu: Gpu, mfu: float) -> Plan:
-    """Raises `UserError` for an impossible utilisation or pipeline."""
+    """Raises `UserError` for an impossible utilisation or pipeline, or FP8 on a GPU that has none."""
     if not 0 < mfu <= 1:
         raise UserError(f"--mfu {mfu}: must be above 0 and at most 1; large models reach 0.35 to 0.5")
+    if recipe.precision.fp8 != "none" and gpu.fp8_flops is None:
+        raise UserError(f"precision.fp8={recipe.precision.fp8}: {gpu.name} has no FP8; use none or another --gpu")
     owned = [owned_sizes(recipe.model, recipe.parallel, stage) for stage in range(recipe.parallel.pipeline)]
     by_stage = [transfers(recipe, stage, sizes.index(max(sizes))) for stage, sizes in enumerate(owned)]
     stage = max(range(len(by_stage)), key=lambda stage: _seconds(by_stage[stage], recipe, gpu))
@@ -107,16 +112,42 @@ def make_plan(recipe: Recipe, gpu: Gpu, mfu: float) -> Plan:
 
 def recomputed_flops(recipe: Recipe) -> int:
     """FLOPs per token that `memory.recompute` runs again."""
+    return sum(_recomputed(recipe).values())
+
+
+def _recomputed(recipe: Recipe) -> dict[str, int]:
+    """The parts of a forward pass that run again in backward."""
     mode, parts = recipe.memory.recompute, forward_flops_by_part(recipe.model, _rule(recipe))
     if mode == "none":
-        return 0
+        return {}
     if mode == "full":
-        return sum(parts.values()) - parts["lm_head"]
-    attention = recipe.model.attention
-    if not isinstance(attention, VirtualHeadAttention):
-        return parts["scores"]
-    postmix = parts["postmix"] if attention.postmix_space == "activation" else 0
-    return parts["scores"] + parts["premix"] + postmix
+        return {part: flops for part, flops in parts.items() if part != "lm_head"}
+    inside = {"scores", "composition", "compose_factors", "key_map", "kv_b_proj", "premix"}
+    spaces = {one.postmix_space for one in recipe.model.attentions if isinstance(one, VirtualHeadAttention)}
+    if "activation" in spaces:
+        inside.add("postmix")
+    return {part: flops for part, flops in parts.items() if part in inside}
+
+
+def _flops_by_precision(recipe: Recipe) -> tuple[int, int]:
+    """FLOPs per token of a step, recomputed ones included: in the compute dtype, and rounded to FP8."""
+    again = _recomputed(recipe)
+    slow = fast = 0
+    for part, forward in forward_flops_by_part(recipe.model, _rule(recipe)).items():
+        flops = TRAINING_OVER_FORWARD * forward + again.get(part, 0)
+        if _is_fp8(part, recipe.precision.fp8):
+            fast += flops
+        else:
+            slow += flops
+    return slow, fast
+
+
+def _is_fp8(part: str, fp8: str) -> bool:
+    """Projections and feed-forward under `all`; head, router, scores, and the maps of VHA and DCMHA never."""
+    if fp8 != "all":
+        return fp8 == "experts" and part == "experts"
+    is_projection = part.endswith(("_proj", "_with_mqa")) and part not in ("compose_proj", "diagonal_proj")
+    return is_projection or part in ("mlp", "experts", "shared_expert")
 
 
 def _rule(recipe: Recipe) -> FlopRule:
@@ -124,8 +155,14 @@ def _rule(recipe: Recipe) -> FlopRule:
 
 
 def crosses_nodes(recipe: Recipe, axis: str) -> bool:
-    """Whether a group of an axis spans nodes, with ranks numbered in the order below."""
+    """Whether a group of an axis spans nodes, with ranks numbered in the order below.
+
+    Experts lie on neighbouring sharding ranks.
+    """
     span = 1
+    if axis == "expert":
+        degrees = recipe.parallel
+        return degrees.tensor * degrees.context * degrees.expert > GPUS_PER_NODE
     for name in ("tensor", "context", "sharding", "pipeline", "data"):
         span *= getattr(recipe.parallel, name)
         if name == axis:

@@ -66,7 +66,8 @@ def _with_degrees(recipe: Recipe, tensor: int, pipeline: int, context: int, repl
     for sequence in (True, False) if tensor > 1 else (False,):
         found = False
         for virtual, sharding in itertools.product(chunks, sorted(shardings)):
-            for stage in (1, 2, 3) if sharding > 1 else (1,):
+            stages = (1, 2, 3) if sharding > 1 else (1,)
+            for stage, expert in itertools.product(stages, _expert_degrees(recipe)):
                 parallel = Parallel.model_validate(
                     {
                         "tensor": tensor,
@@ -76,6 +77,7 @@ def _with_degrees(recipe: Recipe, tensor: int, pipeline: int, context: int, repl
                         "context": context,
                         "sharding": sharding,
                         "sharding_stage": stage,
+                        "expert": expert,
                         "data": replicas // sharding,
                     }
                 )
@@ -87,6 +89,13 @@ def _with_degrees(recipe: Recipe, tensor: int, pipeline: int, context: int, repl
                     yield changed.model_copy(update={"memory": Memory(recompute=mode)})
         if found:
             return
+
+
+def _expert_degrees(recipe: Recipe) -> list[int]:
+    """Those within a node, and the recipe's own; the rules refuse what divides the shards or the experts unequally."""
+    if recipe.model.experts is None:
+        return [1]
+    return sorted({*_divisors(GPUS_PER_NODE), recipe.parallel.expert})
 
 
 def _allowed(recipe: Recipe) -> bool:
@@ -116,7 +125,7 @@ def _seconds(plan: Plan) -> float:
 def _moving_parts(plan: Plan) -> int:
     """How far the model is cut up."""
     degrees = plan.recipe.parallel
-    return degrees.tensor * degrees.pipeline * degrees.virtual_pipeline * degrees.context
+    return degrees.tensor * degrees.pipeline * degrees.virtual_pipeline * degrees.context * degrees.expert
 
 
 def _why_not(recipe: Recipe, num_gpus: int) -> str:

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vha_paddle.config import Recipe
+from vha_paddle.config import Attention, Recipe
 from vha_paddle.counts import BYTES
 from vha_paddle.plan import activations
 from vha_paddle.plan.schedule import schedule_of
 from vha_paddle.plan.stages import REST, chunks_of, owned_sizes, stage_tensors, tensor_owners
+from vha_paddle.plan.terms import GRADIENT_BYTES, MLP
 
 RESERVE = 0.1
 """Share of a GPU's memory left to what is not modelled: CUDA's context, NCCL's buffers, workspaces, fragmentation."""
@@ -28,9 +29,10 @@ class RankMemory:
     owned: int
     """Those whose optimizer state it holds."""
     weights: int
-    """Under sharding stage 3 those it owns, and of the others what is gathered at one time."""
+    """Under sharding stage 3 those it owns, experts, and of the others what is gathered at one time."""
     gradients: int
-    """From sharding stage 2 on of what it owns, and the largest one on its way to its owner."""
+    """In float32. From sharding stage 2 on of what it owns and of experts, and the largest one on its way to its
+    owner."""
     optimizer: int
     """AdamW's two float32 moments, and a float32 master copy where the weights are bfloat16."""
     activations_per_microbatch: int
@@ -54,51 +56,72 @@ def rank_memory(recipe: Recipe, stage: int, sharding_rank: int) -> RankMemory:
     """One rank of a pipeline stage; ranks along tensor, context and data are alike."""
     model, parallel = recipe.model, recipe.parallel
     width = BYTES[recipe.precision.compute]
-    tensors = stage_tensors(model, parallel, stage)
-    local = sum(tensor.size for tensor in tensors)
     owned = owned_sizes(model, parallel, stage)[sharding_rank]
-    gradients = local
-    if parallel.sharding_stage > 1:
-        gradients = owned + max(tensor.size for tensor in tensors)
-
     schedule = schedule_of(parallel, recipe.num_microbatches)
-    chunks = chunks_of(model.num_hidden_layers, parallel, stage)
     is_last = stage == parallel.pipeline - 1
-    kept_by_layer = activations.layer_kept(recipe)
     passes = schedule.chunks_kept(stage)
-    per_chunk = len(chunks[0]) * kept_by_layer
+    kept_by_chunk = _kept_by_chunk(recipe, stage)
     handed_on = 0 if is_last and parallel.virtual_pipeline == 1 else activations.boundary(recipe)
     loss = 0
     if is_last:
         loss = schedule.losses_kept * activations.end_kept(recipe) + activations.end_working(recipe)
-    mlp = activations.layer_terms(recipe)["gate, up and their product"]
     return RankMemory(
         stage=stage,
         sharding_rank=sharding_rank,
-        parameters=local,
+        parameters=sum(tensor.size for tensor in stage_tensors(model, parallel, stage)),
         owned=owned,
         weights=_weights_held(recipe, stage, sharding_rank) * width,
-        gradients=gradients * width,
+        gradients=_gradients_held(recipe, stage, sharding_rank) * GRADIENT_BYTES,
         optimizer=owned * (8 if width == 4 else 12),
-        activations_per_microbatch=per_chunk * len(chunks),
+        activations_per_microbatch=sum(kept_by_chunk),
         microbatches_kept=passes / parallel.virtual_pipeline,
-        activations=passes * (per_chunk + handed_on),
+        activations=passes * (max(kept_by_chunk) + handed_on),
         loss=loss,
-        block=activations.layer_recomputed(recipe) + mlp,
+        block=max(_block_working(recipe, attention) for attention in model.attentions),
     )
+
+
+def _kept_by_chunk(recipe: Recipe, stage: int) -> list[int]:
+    """Bytes that the layers of each model chunk of a stage keep for one microbatch."""
+    model = recipe.model
+    kept = {attention: activations.layer_kept(recipe, attention) for attention in model.attentions}
+    chunks = chunks_of(model.num_hidden_layers, recipe.parallel, stage)
+    return [sum(kept[model.attention_of(layer)] for layer in chunk) for chunk in chunks]
+
+
+def _block_working(recipe: Recipe, attention: Attention) -> int:
+    """Bytes that a block's backward pass adds: what comes back, and the gradients of the feed-forward's channels."""
+    return activations.layer_recomputed(recipe, attention) + activations.layer_terms(recipe, attention)[MLP]
+
+
+def _gradients_held(recipe: Recipe, stage: int, sharding_rank: int) -> int:
+    """Parameters whose gradients a rank has at one time, at most."""
+    model, parallel = recipe.model, recipe.parallel
+    tensors = stage_tensors(model, parallel, stage)
+    owners = tensor_owners(model, parallel, stage, sharding_rank)
+    if parallel.sharding_stage == 1:
+        return sum(tensor.size for tensor in tensors)
+    divided = [tensor.size for tensor in tensors if not tensor.is_expert]
+    pairs = zip(tensors, owners, strict=True)
+    kept = sum(tensor.size for tensor, owner in pairs if tensor.is_expert or owner == sharding_rank)
+    return kept + max(divided)  # the largest one, on its way to its owner
 
 
 def _weights_held(recipe: Recipe, stage: int, sharding_rank: int) -> int:
     """Parameters whose values a rank has at one time, at most."""
     model, parallel = recipe.model, recipe.parallel
-    tensors, owners = stage_tensors(model, parallel, stage), tensor_owners(model, parallel, stage)
+    tensors = stage_tensors(model, parallel, stage)
+    owners = tensor_owners(model, parallel, stage, sharding_rank)
     if parallel.sharding_stage < 3:
         return sum(tensor.size for tensor in tensors)
-    gathered: Counter[str] = Counter()
+    kept, gathered = 0, Counter[str]()
     for tensor, owner in zip(tensors, owners, strict=True):
-        gathered[tensor.unit] += tensor.size * (owner != sharding_rank)
-    rest = gathered.pop(REST)
-    return owned_sizes(model, parallel, stage)[sharding_rank] + rest + max(gathered.values())
+        if tensor.is_expert or owner == sharding_rank:
+            kept += tensor.size
+        else:
+            gathered[tensor.unit] += tensor.size
+    rest = gathered.pop(REST, 0)
+    return kept + rest + max(gathered.values(), default=0)
 
 
 def all_ranks(recipe: Recipe) -> list[RankMemory]:

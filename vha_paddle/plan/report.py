@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from vha_paddle.config import Recipe
-from vha_paddle.counts import parameters
+from vha_paddle.counts import active_parameters, parameters
 from vha_paddle.plan.activations import layer_terms
 from vha_paddle.plan.communication import Transfer, postmix_values
 from vha_paddle.plan.cost import Plan
@@ -24,6 +24,7 @@ DEGREES = (
     "data",
     "sharding",
     "sharding_stage",
+    "expert",
 )
 
 
@@ -36,6 +37,7 @@ def summary(plan: Plan, proposed: Sequence[Plan], num_gpus: int) -> dict[str, An
         "gpu": asdict(gpu),
         "layout": _layout(recipe),
         "parameters_total": parameters(recipe.model).total,
+        "parameters_active_per_token": active_parameters(recipe.model),
         "fits": plan.fits,
         "memory_limit_bytes": {"gpu": gpu.memory, "usable": plan.usable_memory, "kept_free_share": RESERVE},
         "worst_rank": rank_values(plan.worst),
@@ -160,11 +162,14 @@ def render(plan: Plan, proposed: Sequence[Plan], num_gpus: int) -> str:
 def _heading(plan: Plan, num_gpus: int) -> Iterator[str]:
     recipe, gpu = plan.recipe, plan.gpu
     total = parameters(recipe.model).total
-    yield f"{recipe.run.name}: {recipe.model.attention.kind}, {total:,} parameters, on {recipe.num_ranks} x {gpu.name}"
+    active = "" if recipe.model.experts is None else f" ({active_parameters(recipe.model):,} active per token)"
+    kind = recipe.model.attention.kind
+    yield f"{recipe.run.name}: {kind}, {total:,} parameters{active}, on {recipe.num_ranks} x {gpu.name}"
     layout = [f"{name} {str(value).lower()}" for name, value in _layout(recipe).items()]
     yield "  " + ", ".join(layout[: len(DEGREES)])
     yield "  " + ", ".join(layout[len(DEGREES) :])
-    yield f"  a GPU: {gpu.bf16_flops / 1e12:.0f} TFLOPS dense bfloat16, {gpu.memory / 1e9:.0f} GB"
+    fp8 = "" if recipe.precision.fp8 == "none" else f", {(gpu.fp8_flops or 0) / 1e12:.0f} FP8 ({recipe.precision.fp8})"
+    yield f"  a GPU: {gpu.bf16_flops / 1e12:.0f} TFLOPS dense bfloat16{fp8}, {gpu.memory / 1e9:.0f} GB"
     yield f"  source: {gpu.source}"
     if num_gpus != recipe.num_ranks:
         yield f"  this is the recipe's own layout, on {recipe.num_ranks}; layouts on {num_gpus} come last"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vha_paddle.config import Model, Parallel, VirtualHeadAttention
-from vha_paddle.counts import attention_parameters, heads_per_rank, parameters
+from vha_paddle.config import Model, Parallel
 from vha_paddle.errors import UserError
+from vha_paddle.tensors import TensorSpec, embedding_tensor, end_tensors, layer_tensors
 
 REST = "rest"
 """Unit of what is in no layer that is gathered by itself: under sharding stage 3 it is gathered once per step."""
@@ -26,6 +26,8 @@ class LocalTensor:
     """What sharding stage 3 gathers together: a block (`layers.3`), an untied `embedding` or `head`, or the `rest`."""
     partial_gradient: bool
     """Whole on every tensor rank, used by each on part of the work: the gradient is summed over them."""
+    is_expert: bool = False
+    """Of the experts that this rank holds: owned among the ranks that hold the same ones, and never divided further."""
 
 
 def chunks_of(num_layers: int, parallel: Parallel, stage: int) -> list[range]:
@@ -50,41 +52,26 @@ def stage_tensors(model: Model, parallel: Parallel, stage: int) -> tuple[LocalTe
 
     The embedding is with the first stage; final norm and head are with the last, which holds a tied embedding again.
     """
-    tensor, sequence = parallel.tensor, parallel.sequence
-    whole = parameters(model, tensor)
     is_first, is_last = stage == 0, stage == parallel.pipeline - 1
     tensors = []
     if is_first or (is_last and model.tie_word_embeddings):
         # a shared layer comes first in fleet's pipeline too; a tied table is used at both ends, so it is no unit
         unit = REST if model.tie_word_embeddings else "embedding"
-        tensors.append(LocalTensor("model.embed_tokens.weight", whole.embedding, unit, False))
+        tensors.append(_local(embedding_tensor(model), unit, parallel))
     for chunk in chunks_of(model.num_hidden_layers, parallel, stage):
         for layer in chunk:
-            tensors += _block(model, tensor, sequence, layer)
+            specs = layer_tensors(model, layer, parallel.tensor)
+            tensors += [_local(spec, f"layers.{layer}", parallel) for spec in specs]
     if is_last:
-        tensors.append(LocalTensor("model.norm.weight", whole.final_norm, REST, sequence))
-        if not model.tie_word_embeddings:
-            tensors.append(LocalTensor("lm_head.weight", whole.lm_head, "head", False))
+        norm, *heads = end_tensors(model)
+        tensors += [_local(norm, REST, parallel), *(_local(head, "head", parallel) for head in heads)]
     return tuple(tensors)
 
 
-def _block(model: Model, tensor: int, sequence: bool, layer: int) -> Iterator[LocalTensor]:
-    prefix, unit = f"model.layers.{layer}", f"layers.{layer}"
-    attention = attention_parameters(model, tensor)
-    partial = {"q_norm", "k_norm", "premix"} if tensor > 1 else set()
-    held = heads_per_rank(model.attention, tensor).key_value_held
-    if tensor > 1 and held == model.attention.num_key_value_heads:
-        partial |= {"k_proj", "v_proj"}
-    yield LocalTensor(f"{prefix}.input_layernorm.weight", model.hidden_size, unit, sequence)
-    maps = ["premix", "postmix_a", "postmix_b"] if isinstance(model.attention, VirtualHeadAttention) else []
-    for name in maps:  # attributes of the layer itself come before those of its parts
-        yield LocalTensor(f"{prefix}.self_attn.{name}", attention[name], unit, name in partial)
-    for name in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "o_proj"):
-        yield LocalTensor(f"{prefix}.self_attn.{name}.weight", attention[name], unit, name in partial)
-    yield LocalTensor(f"{prefix}.post_attention_layernorm.weight", model.hidden_size, unit, sequence)
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        size = model.hidden_size * model.intermediate_size // tensor
-        yield LocalTensor(f"{prefix}.mlp.{name}.weight", size, unit, False)
+def _local(spec: TensorSpec, unit: str, parallel: Parallel) -> LocalTensor:
+    is_partial = parallel.sequence if spec.held == "stream" else spec.held == "partial" and parallel.tensor > 1
+    size = spec.local_size(parallel.tensor, parallel.expert)
+    return LocalTensor(spec.name, size, unit, is_partial, spec.is_expert)
 
 
 def assign_owners(sizes: Sequence[int], degree: int) -> list[int]:
@@ -99,15 +86,22 @@ def assign_owners(sizes: Sequence[int], degree: int) -> list[int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def tensor_owners(model: Model, parallel: Parallel, stage: int) -> tuple[int, ...]:
-    """The sharding rank that owns each of a stage's tensors."""
-    sizes = [tensor.size for tensor in stage_tensors(model, parallel, stage)]
-    return tuple(assign_owners(sizes, parallel.sharding))
+def tensor_owners(model: Model, parallel: Parallel, stage: int, sharding_rank: int = 0) -> tuple[int, ...]:
+    """The sharding rank that owns each tensor of a stage as `sharding_rank` holds it.
+
+    Ranks with other experts divide nothing of them among each other: experts are owned within the ranks that hold
+    the same ones, every `parallel.expert`-th of the axis.
+    """
+    tensors, apart = stage_tensors(model, parallel, stage), parallel.expert
+    dense = iter(assign_owners([t.size for t in tensors if not t.is_expert], parallel.sharding))
+    experts = iter(assign_owners([t.size for t in tensors if t.is_expert], parallel.sharding // apart))
+    return tuple(next(experts) * apart + sharding_rank % apart if t.is_expert else next(dense) for t in tensors)
 
 
 def owned_tensors(model: Model, parallel: Parallel, stage: int, sharding_rank: int) -> list[LocalTensor]:
     """Those of a stage's tensors that a sharding rank owns."""
-    pairs = zip(stage_tensors(model, parallel, stage), tensor_owners(model, parallel, stage), strict=True)
+    owners = tensor_owners(model, parallel, stage, sharding_rank)
+    pairs = zip(stage_tensors(model, parallel, stage), owners, strict=True)
     return [tensor for tensor, owner in pairs if owner == sharding_rank]
 
 
@@ -115,7 +109,8 @@ def owned_tensors(model: Model, parallel: Parallel, stage: int, sharding_rank: i
 def owned_sizes(model: Model, parallel: Parallel, stage: int) -> tuple[int, ...]:
     """Parameters that each sharding rank of a stage owns."""
     totals = [0] * parallel.sharding
-    pairs = zip(stage_tensors(model, parallel, stage), tensor_owners(model, parallel, stage), strict=True)
-    for tensor, owner in pairs:
-        totals[owner] += tensor.size
+    for tensor, owner in zip(stage_tensors(model, parallel, stage), tensor_owners(model, parallel, stage), strict=True):
+        # seen from rank 0; the ranks next to it own as much of other experts
+        for rank in range(owner, owner + parallel.expert) if tensor.is_expert else (owner,):
+            totals[rank] += tensor.size
     return tuple(totals)
