@@ -98,7 +98,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     model = parser.add_argument_group("a model without a recipe")
     model.add_argument("--shape", choices=tuple(SHAPES), help="a named shape")
-    names = "gqa, vha, mla, or query-KV heads such as 16-2 (default: vha)"
+    names = "gqa, vha, mla, mfa, gva, dcmha, or query-KV heads such as 16-2 (default: vha)"
     model.add_argument("--attention", nargs="+", default=["vha"], metavar="NAME", help=names)
     model.add_argument("--kind", choices=KINDS, help="or an attention kind, with the sizes below")
     for flag, key in FLAGS.items():

@@ -26,7 +26,8 @@ The prompt is printed, then the text as it comes, until the model's end token or
 gives one text on the same machine. A higher temperature is more surprising; --top-k and, after it, --top-p
 leave out unlikely tokens.
 With --json one object is printed at the end: "text" (without the prompt), "tokens" (ids), "stopped" ("end" or
-"length"), and "kv_cache" with the bytes that the cache takes per token of context in each layer.
+"length"), and "kv_cache": all bytes of the cache, and for the layers of each form the key/value heads, the positions
+kept (the last ones, where a sliding window is shorter than the text) and the bytes per position.
 exit codes: 0 done, 1 the model's logits are not finite, 2 wrong input.
 """
 

@@ -51,7 +51,7 @@ def test_changes_replace_keys_of_the_model() -> None:
     ("shape", "attention", "message"),
     [
         ("2B", "gqa", "--shape 2B: must be one of 0.6B, 1.7B, 4B, 30B-A3B"),
-        ("4B", "tiny", "--attention tiny: must be gqa, vha, mla, or query and KV heads such as 16-2"),
+        ("4B", "tiny", "--attention tiny: must be gqa, vha, mla, mfa, gva, dcmha, or query and KV heads such as 16-2"),
         ("4B", "16-0", "--attention 16-0: must be"),
         ("4B", "16-3", "num_attention_heads=16: must be a multiple of model.attention.num_key_value_heads=3"),
     ],

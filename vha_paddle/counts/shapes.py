@@ -1,7 +1,9 @@
 """Named shapes of the Qwen3 family and attention layers for them, as recipes that only count.
 
 Origin of the values: the sizes are public Qwen3's; VHA's heads and ranks are the paper's; MLA's widths are those of
-DeepSeek-V2 (the paper's cache of 1.12 KB fits a rotary width of 64), its query heads the grouped baseline's (assumed).
+DeepSeek-V2 (the paper's cache of 1.12 KB fits a rotary width of 64), its query heads the grouped baseline's (assumed);
+MFA has one KV head of 256, a query latent of D / 2 and the query heads whose attention is nearest the baseline's in
+parameters (assumed); GVA and DCMHA have the baseline's query heads (assumed).
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "30B-A3B": _size(48, 2048, {"experts": _EXPERTS}, tied=False),
 }
 _BASELINE = {"0.6B": (16, 8), "1.7B": (16, 8), "4B": (32, 8), "30B-A3B": (32, 4)}  # query and KV heads
+_FACTORIZED = {"0.6B": 14, "1.7B": 12, "4B": 22, "30B-A3B": 20}  # query heads of MFA
 _VIRTUAL = {"0.6B": (16, 2), "1.7B": (16, 2), "4B": (32, 2), "30B-A3B": (48, 2)}
 
 
@@ -56,7 +59,7 @@ def vha(heads: int, kv_heads: int, rank: int | None = None) -> dict[str, Any]:
 
 
 def attention_of(shape: str, name: str) -> dict[str, Any]:
-    """The attention section of a named shape: `gqa`, `vha`, `mla`, or heads and KV heads as in `16-2`.
+    """The attention section of a named shape: `gqa`, `vha`, `mla`, `mfa`, `gva`, `dcmha`, or heads and KV heads as in `16-2`.
 
     Raises:
         UserError: another name.
@@ -66,6 +69,14 @@ def attention_of(shape: str, name: str) -> dict[str, Any]:
         "gqa": grouped(heads, kv_heads),
         "vha": vha(*_VIRTUAL[shape]),
         "mla": {"kind": "mla", "num_attention_heads": heads},
+        "mfa": {
+            "kind": "mfa",
+            "num_attention_heads": _FACTORIZED[shape],
+            "head_dim": 256,
+            "q_lora_rank": SHAPES[shape]["hidden_size"] // 2,
+        },
+        "gva": grouped(heads, 2) | {"kind": "gva", "qk_rope_head_dim": 64},
+        "dcmha": {"kind": "dcmha", "num_attention_heads": heads, "head_dim": HEAD_DIM},
     }
     if name in known:
         return known[name]
