@@ -1,0 +1,1 @@
+"""Which products are computed with fewer bits, and how."""
