@@ -15,43 +15,59 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import (
+    SMALL_EXPERTS,
     SMALL_GROUPED,
+    SMALL_HYBRID,
+    SMALL_MIXTURE,
     SMALL_VHA,
     Exported,
+    forward_spec,
     oracle_spec,
     small_recipe,
     small_tokenizer,
     trained_weights,
     write_checkpoint,
 )
-from tests.oracles.decoder import decoder_logits, decoder_loss_and_gradients
+from tests.oracles import forward
+from tests.oracles.decoder import decoder_loss_and_gradients
 from tests.tolerances import FLOAT32, assert_close
 from vha_paddle.checkpoint.layout import tensor_file
+from vha_paddle.counts import folded
 from vha_paddle.data.indexed import IndexedTokens, write_indexed
 from vha_paddle.data.loader import ValidationWindows
 from vha_paddle.errors import UserError
-from vha_paddle.evaluate import checkpoint_logits, exported_logits, load_model, mean_loss, validation_loss
+from vha_paddle.evaluate import load_model, mean_loss, model_logits, validation_loss, verify_export
 from vha_paddle.export.config import ExportDtype
 from vha_paddle.export.fold_export import export_checkpoint
+from vha_paddle.export.reader import read_hf_model
 from vha_paddle.parallel.mesh import Mesh
 
 VOCABULARY = 330  # of `small_recipe`
 
 
-def make(folder: Path, attention: dict[str, Any], dtype: ExportDtype = "float32", seed: int = 0) -> Exported:
+def make(folder: Path, attention: dict[str, Any], dtype: ExportDtype = "float32", **model: Any) -> Exported:
     """A checkpoint in a run directory, and its export."""
-    recipe = small_recipe(attention)
-    weights = trained_weights(recipe, seed)
+    recipe = small_recipe(attention, **model)
+    weights = trained_weights(recipe)
     path = folder / "run" / "checkpoints" / "step-00000007"
     checkpoint = write_checkpoint(path, recipe, weights, small_tokenizer())
-    plain = attention["kind"] == "grouped"
-    report = export_checkpoint(checkpoint, folder / "out", dtype, plain=plain)
+    report = export_checkpoint(checkpoint, folder / "out", dtype, plain=not recipe.model.has_maps)
     return Exported(recipe, weights, checkpoint, folder / "out", report)
 
 
 @pytest.fixture(scope="module")
 def vha(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     return make(tmp_path_factory.mktemp("vha"), SMALL_VHA)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    return make(tmp_path_factory.mktemp("hybrid"), SMALL_VHA, **SMALL_HYBRID)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    return make(tmp_path_factory.mktemp("mixture"), SMALL_VHA, **SMALL_MIXTURE)
 
 
 def random_tokens(*shape: int) -> np.ndarray:
@@ -71,19 +87,21 @@ def loss_of_transformers(directory: Path, tokens_BS: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "attention",
+    ("attention", "model"),
     [
-        SMALL_VHA,
-        SMALL_GROUPED | {"num_key_value_heads": 6},
-        SMALL_GROUPED,
-        SMALL_GROUPED | {"num_key_value_heads": 1},
+        (SMALL_VHA, {}),
+        (SMALL_GROUPED | {"num_key_value_heads": 6}, {}),
+        (SMALL_GROUPED, {}),
+        (SMALL_GROUPED | {"num_key_value_heads": 1}, {}),
+        (SMALL_VHA, SMALL_HYBRID),
+        (SMALL_VHA, SMALL_MIXTURE),
     ],
-    ids=["folded VHA", "MHA", "GQA", "MQA"],
+    ids=["folded VHA", "MHA", "GQA", "MQA", "hybrid", "mixture"],
 )
 def test_the_loss_of_an_exported_directory_equals_that_of_transformers(
-    attention: dict[str, Any], tmp_path: Path
+    attention: dict[str, Any], model: dict[str, Any], tmp_path: Path
 ) -> None:
-    directory, tokens_BS = make(tmp_path, attention).directory, random_tokens(3, 18)
+    directory, tokens_BS = make(tmp_path, attention, **model).directory, random_tokens(3, 18)
     assert_close(our_loss(directory, tokens_BS), loss_of_transformers(directory, tokens_BS), FLOAT32, "loss")
 
 
@@ -93,12 +111,81 @@ def test_a_half_precision_export_is_evaluated_in_float32(dtype: ExportDtype, tmp
     assert_close(our_loss(directory, tokens_BS), loss_of_transformers(directory, tokens_BS), FLOAT32, "loss")
 
 
-def test_logits_of_a_checkpoint_and_of_its_export_equal_the_oracle(vha: Exported) -> None:
-    tokens_BS = random_tokens(2, 11)
-    weights = {name: array.astype(np.float64) for name, array in vha.weights.items()}
-    expected = decoder_logits(weights, tokens_BS, oracle_spec(vha.recipe))
-    assert_close(checkpoint_logits(vha.checkpoint)(tokens_BS), expected, FLOAT32, "checkpoint")
-    assert_close(exported_logits(vha.directory)(tokens_BS), expected, FLOAT32, "export")
+@pytest.mark.parametrize("case", ["vha", "hybrid", "mixture"])
+def test_logits_of_a_checkpoint_and_of_its_export_equal_the_oracle(case: str, request: pytest.FixtureRequest) -> None:
+    made, tokens_BS = request.getfixturevalue(case), random_tokens(2, 11)
+    weights = {name: array.astype(np.float64) for name, array in made.weights.items()}
+    expected = forward.logits(weights, tokens_BS, forward_spec(made.recipe.model))
+    assert_close(model_logits(made.checkpoint)(tokens_BS), expected, FLOAT32, "checkpoint")
+    assert_close(model_logits(made.directory)(tokens_BS), expected, FLOAT32, "export")
+
+
+@pytest.mark.parametrize("case", ["vha", "hybrid", "mixture"])
+def test_the_model_of_an_export_is_the_folded_one(case: str, request: pytest.FixtureRequest) -> None:
+    made = request.getfixturevalue(case)
+    assert read_hf_model(made.directory) == folded(made.recipe.model)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("model", [{}, SMALL_HYBRID, SMALL_MIXTURE], ids=["dense", "hybrid", "mixture"])
+def test_an_export_verifies_in_every_dtype(model: dict[str, Any], dtype: ExportDtype, tmp_path: Path) -> None:
+    made = make(tmp_path, SMALL_VHA, dtype, **model)
+    result = verify_export(made.checkpoint, made.directory)
+    assert result.passed, result.figures()
+    assert (result.expert_agreement is None) == (model is not SMALL_MIXTURE)
+
+
+def _reversed_experts(tensors: dict[str, np.ndarray]) -> None:
+    last = SMALL_MIXTURE["experts"]["num_experts"] - 1
+    for name in [name for name in tensors if ".experts.0." in name]:
+        other = name.replace(".experts.0.", f".experts.{last}.")
+        tensors[name], tensors[other] = tensors[other], tensors[name]
+
+
+def _exchanged_gate_and_up(tensors: dict[str, np.ndarray]) -> None:
+    for name in [name for name in tensors if ".experts." in name and "gate_proj" in name]:
+        other = name.replace("gate_proj", "up_proj")
+        tensors[name], tensors[other] = tensors[other], tensors[name]
+
+
+def _reversed_router(tensors: dict[str, np.ndarray]) -> None:
+    for name in [name for name in tensors if name.endswith("mlp.gate.weight")]:
+        tensors[name] = tensors[name][::-1].copy()
+
+
+@pytest.mark.parametrize("fault", [_reversed_experts, _exchanged_gate_and_up, _reversed_router])
+def test_experts_in_a_wrong_place_do_not_verify(fault: Callable[..., None], mixture: Exported, tmp_path: Path) -> None:
+    directory = shutil.copytree(mixture.directory, tmp_path / "wrong")
+    _edit_weights(directory, fault)
+    result = verify_export(mixture.checkpoint, directory)
+    assert result.relative > 0.1, result.figures()
+
+
+def test_a_router_whose_experts_count_alike_is_verified_by_its_choices(tmp_path: Path) -> None:
+    """The one chosen expert counts 1, whatever its probability."""
+    top_1 = SMALL_MIXTURE | {"experts": SMALL_EXPERTS | {"num_experts_per_tok": 1}}
+    made = make(tmp_path, SMALL_VHA, **top_1)
+    _edit_weights(made.directory, _reversed_router)
+    result = verify_export(made.checkpoint, made.directory)
+    assert result.relative <= result.bound and not result.passed
+    assert "the routers choose" in str(result.fault)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sliding_window": 6},
+        {"sliding_window": 4},
+        {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+        {"use_sliding_window": False},
+    ],
+    ids=str,
+)
+def test_windows_in_a_wrong_place_do_not_verify(change: dict[str, Any], hybrid: Exported, tmp_path: Path) -> None:
+    directory = shutil.copytree(hybrid.directory, tmp_path / "wrong")
+    _edit_config(directory, **change)
+    result = verify_export(hybrid.checkpoint, directory)
+    assert result.relative > 0.1, result.figures()
 
 
 def test_a_run_directory_stands_for_its_newest_checkpoint(vha: Exported, tmp_path: Path) -> None:
@@ -106,8 +193,8 @@ def test_a_run_directory_stands_for_its_newest_checkpoint(vha: Exported, tmp_pat
     older = trained_weights(vha.recipe, seed=9)
     write_checkpoint(run / "checkpoints" / "step-00000003", vha.recipe, older, small_tokenizer())
     tokens_BS = random_tokens(1, 5)
-    newest = checkpoint_logits(vha.checkpoint)(tokens_BS)
-    assert np.array_equal(checkpoint_logits(run)(tokens_BS), newest)
+    newest = model_logits(vha.checkpoint)(tokens_BS)
+    assert np.array_equal(model_logits(run)(tokens_BS), newest)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5, 8])
@@ -191,7 +278,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a tensor too many": (
         lambda directory: _edit_config(directory, num_hidden_layers=1),
-        "unexpected tensor model.layers.1",
+        "unexpected model.layers.1.input_layernorm.weight",
     ),
     "sizes of another model": (
         lambda directory: _edit_config(directory, intermediate_size=29),
@@ -207,6 +294,30 @@ def test_a_damaged_export_is_refused_by_name(
 ) -> None:
     directory = shutil.copytree(vha.directory, tmp_path / "damaged")
     damage(directory)
+    with pytest.raises(UserError, match=message):
+        load_model(directory)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "message"),
+    [
+        ("vha", {"rope_scaling": {"rope_type": "yarn"}}, 'rope_scaling={"rope_type": "yarn"}: only null'),
+        ("vha", {"attention_bias": True}, "attention_bias=true: only false"),
+        ("hybrid", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types: only one full layer"),
+        ("hybrid", {"layer_types": ["sliding_attention"] * 4}, "layer_types: only one full layer"),
+        ("hybrid", {"layer_types": ["sliding_attention", *["full_attention"] * 3]}, "layer_types: only one full layer"),
+        ("mixture", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]: only \[\]"),
+        ("mixture", {"decoder_sparse_step": 2}, "decoder_sparse_step=2: only 1"),
+        ("mixture", {"use_sliding_window": True}, "use_sliding_window=true: only false"),
+        ("mixture", {"num_experts": 4}, r"unexpected model.layers.0.mlp.experts.4.gate_proj.weight"),
+    ],
+    ids=str,
+)
+def test_a_configuration_beyond_this_architecture_is_refused(
+    case: str, change: dict[str, Any], message: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    directory = shutil.copytree(request.getfixturevalue(case).directory, tmp_path / "changed")
+    _edit_config(directory, **change)
     with pytest.raises(UserError, match=message):
         load_model(directory)
 

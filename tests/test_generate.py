@@ -17,15 +17,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import (
+    SMALL_EXPERTS,
     SMALL_GROUPED,
+    SMALL_HYBRID,
+    SMALL_MIXTURE,
     SMALL_VHA,
-    oracle_spec,
+    forward_spec,
     small_recipe,
     small_tokenizer,
     trained_weights,
     write_checkpoint,
 )
-from tests.oracles.decoder import decoder_logits
+from tests.oracles import forward
 from tests.tolerances import FLOAT32, assert_close
 from vha_paddle.config import Recipe
 from vha_paddle.data.tokenizer import Tokenizer
@@ -33,12 +36,16 @@ from vha_paddle.errors import UserError
 from vha_paddle.evaluate import load_model
 from vha_paddle.export.fold_export import export_checkpoint
 from vha_paddle.generate import CachedDecoder, ExportedModel, TextStream, generate
+from vha_paddle.model.decoder import build_decoder
+from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.sampling import Sampling
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "The lazy dog"
 NUM_NEW = 24
 NO_END = -1  # an id that never comes
+GATED = SMALL_GROUPED | {"output_gate": True}
+OTHER_HEADS = {"kind": "grouped", "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 6}
 
 
 @dataclass(frozen=True)
@@ -50,9 +57,8 @@ class Case:
     directory: Path
 
 
-def export_grouped(folder: Path, num_kv_heads: int, tied: bool) -> Case:
-    attention = SMALL_GROUPED | {"num_key_value_heads": num_kv_heads}
-    recipe = small_recipe(attention, tie_word_embeddings=tied)
+def export_grouped(folder: Path, num_kv_heads: int, **model: Any) -> Case:
+    recipe = small_recipe(SMALL_GROUPED | {"num_key_value_heads": num_kv_heads}, **model)
     weights = trained_weights(recipe, seed=1)
     # At full size a tied embedding outweighs the layers, and the likeliest token is the last one again.
     weights["model.embed_tokens.weight"] *= np.float32(0.2)
@@ -61,14 +67,25 @@ def export_grouped(folder: Path, num_kv_heads: int, tied: bool) -> Case:
     return Case(recipe, weights, folder / "out")
 
 
-@pytest.fixture(scope="module", params=[(6, False), (2, True), (1, False)], ids=["MHA", "GQA, tied", "MQA"])
+UNTIED = {"tie_word_embeddings": False}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "MHA": (6, UNTIED),
+    "GQA, tied": (2, {}),
+    "MQA": (1, UNTIED),
+    "hybrid": (2, UNTIED | SMALL_HYBRID),
+    "mixture": (2, UNTIED | SMALL_MIXTURE),
+}
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return export_grouped(tmp_path_factory.mktemp("grouped"), *request.param)
+    num_kv_heads, model = request.param
+    return export_grouped(tmp_path_factory.mktemp("grouped"), num_kv_heads, **model)
 
 
 @pytest.fixture(scope="module")
 def gqa(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return export_grouped(tmp_path_factory.mktemp("gqa"), 2, False)
+    return export_grouped(tmp_path_factory.mktemp("gqa"), 2, **UNTIED)
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +103,15 @@ def continued(model: ExportedModel, sampling: Sampling, num_new: int = NUM_NEW, 
     return list(generate(model.decoder(len(prompt), num_new), prompt, num_new, sampling, end_id))
 
 
-def logits_by_steps(case: Case, tokens_BS: np.ndarray, num_prompt: int) -> np.ndarray:
+def text_of(model: ExportedModel, tokens: list[int]) -> str:
+    """Ids that the tokenizer does not know have no text."""
+    return model.tokenizer.decode([token for token in tokens if token < model.tokenizer.vocab_size])
+
+
+def logits_by_steps(path: Path, tokens_BS: np.ndarray, num_prompt: int) -> np.ndarray:
     """Logits from the prompt's last position on, read one token at a time after the prompt."""
     batch, length = tokens_BS.shape
-    decoder = CachedDecoder(load_model(case.directory), batch, capacity=length)
+    decoder = CachedDecoder(load_model(path), batch, capacity=length)
     steps = [decoder.read(tokens_BS[:, :num_prompt])]
     steps += [decoder.read(tokens_BS[:, at : at + 1]) for at in range(num_prompt, length)]
     return np.stack(steps, axis=1)
@@ -99,11 +121,12 @@ def random_tokens(case: Case, batch: int, length: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, case.recipe.model.vocab_size, (batch, length))
 
 
-@pytest.mark.parametrize("num_prompt", [1, 5])
+# Of the hybrid, less than the window, all of it, one more, and more than twice as much.
+@pytest.mark.parametrize("num_prompt", [1, 5, 6, 13])
 def test_cached_logits_of_every_step_equal_the_full_forward(case: Case, num_prompt: int) -> None:
     tokens_BS = random_tokens(case, batch=2, length=17)
     full_BSV = load_model(case.directory)(paddle.to_tensor(tokens_BS)).numpy()
-    steps_BSV = logits_by_steps(case, tokens_BS, num_prompt)
+    steps_BSV = logits_by_steps(case.directory, tokens_BS, num_prompt)
     for step in range(steps_BSV.shape[1]):
         assert_close(steps_BSV[:, step], full_BSV[:, num_prompt - 1 + step], FLOAT32, f"step {step}")
 
@@ -111,8 +134,28 @@ def test_cached_logits_of_every_step_equal_the_full_forward(case: Case, num_prom
 def test_cached_logits_equal_the_oracle(case: Case) -> None:
     tokens_BS = random_tokens(case, batch=2, length=9)
     weights = {name: array.astype(np.float64) for name, array in case.weights.items()}
-    expected = decoder_logits(weights, tokens_BS, oracle_spec(case.recipe))
-    assert_close(logits_by_steps(case, tokens_BS, 4), expected[:, 3:], FLOAT32, "logits")
+    expected = forward.logits(weights, tokens_BS, forward_spec(case.recipe.model))
+    assert_close(logits_by_steps(case.directory, tokens_BS, 4), expected[:, 3:], FLOAT32, "logits")
+
+
+@pytest.mark.parametrize(
+    ("attention", "model"),
+    [
+        (GATED, {}),
+        (GATED, SMALL_HYBRID | {"sliding_window": {"window": 3, "full_every": 4, "attention": OTHER_HEADS}}),
+    ],
+    ids=["gate", "gate, other heads in sliding layers"],
+)
+def test_what_has_no_stock_class_is_decoded_from_its_checkpoint(
+    attention: dict[str, Any], model: dict[str, Any], tmp_path: Path
+) -> None:
+    recipe = small_recipe(attention, **model)
+    weights = trained_weights(recipe, seed=1)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", recipe, weights, small_tokenizer())
+    tokens_BS = np.random.default_rng(0).integers(0, 330, (2, 9))
+    in_float64 = {name: array.astype(np.float64) for name, array in weights.items()}
+    expected = forward.logits(in_float64, tokens_BS, forward_spec(recipe.model))
+    assert_close(logits_by_steps(checkpoint, tokens_BS, 4), expected[:, 3:], FLOAT32, "logits")
 
 
 def test_greedy_tokens_equal_those_of_transformers(case: Case) -> None:
@@ -125,13 +168,20 @@ def test_greedy_tokens_equal_those_of_transformers(case: Case) -> None:
     assert ours == theirs
 
 
-def test_the_cache_holds_the_kv_heads_and_no_more(case: Case) -> None:
-    num_kv, head_dim = (case.recipe.model.attention.num_key_value_heads, case.recipe.model.attention.head_dim)
+def test_the_cache_holds_the_kv_heads_and_the_window_and_no_more(case: Case) -> None:
+    model = case.recipe.model
     decoder = CachedDecoder(load_model(case.directory), batch=3, capacity=11)
+    bytes_per_token = 2 * model.attention.num_key_value_heads * model.attention.head_dim * 4
+    form = {"num_key_value_heads": model.attention.num_key_value_heads, "bytes_per_token": bytes_per_token}
+    if model.sliding_window is None:
+        layers, positions = [{"count": 2, "positions": 11, **form}], 2 * 11
+    else:
+        layers = [{"count": 2, "positions": 5, **form}, {"count": 2, "positions": 11, **form}]
+        positions = 2 * 5 + 2 * 11
     assert decoder.cache_figures() == {
-        "num_key_value_heads": num_kv,
         "dtype": "float32",
-        "bytes_per_token_per_layer": 2 * num_kv * head_dim * 4,
+        "bytes": 3 * positions * bytes_per_token,
+        "layers": layers,
     }
 
 
@@ -184,6 +234,28 @@ def test_a_model_with_virtual_heads_is_sent_to_the_export(tmp_path: Path) -> Non
         CachedDecoder(load_model(path), batch=1, capacity=8)
     with pytest.raises(UserError, match="export .*tools/fold_export.py"):
         ExportedModel.load(path)
+
+
+@pytest.mark.parametrize(
+    ("attention", "model", "message"),
+    [
+        (
+            {"kind": "mfa", "num_attention_heads": 2, "head_dim": 8, "q_lora_rank": 6},
+            {},
+            "only attention of kind grouped",
+        ),
+        (
+            SMALL_GROUPED,
+            SMALL_MIXTURE | {"experts": SMALL_EXPERTS | {"capacity_factor": 1.5}},
+            "counts whole sequences",
+        ),
+    ],
+    ids=["another kind", "capacity"],
+)
+def test_what_cannot_be_decoded_is_refused(attention: dict[str, Any], model: dict[str, Any], message: str) -> None:
+    decoder = build_decoder(small_recipe(attention, **model).model, Mesh(), seed=0)
+    with pytest.raises(UserError, match=message):
+        CachedDecoder(decoder, batch=1, capacity=8)
 
 
 def _no_tokenizer(directory: Path) -> str:
@@ -255,7 +327,7 @@ def test_the_tool_writes_the_prompt_and_what_follows(gqa: Case, exported: Export
     result = run_tool(str(gqa.directory), "--prompt", PROMPT, "--temperature", "0", "--max-new-tokens", "24")
     assert result.returncode == 0, result.stderr
     tokens = continued(exported, Sampling(), end_id=exported.end_id)
-    assert result.stdout == PROMPT + exported.tokenizer.decode(tokens) + "\n"
+    assert result.stdout == PROMPT + text_of(exported, tokens) + "\n"
 
 
 def test_the_tool_reports_json_with_the_bytes_of_the_cache(gqa: Case, exported: ExportedModel, tmp_path: Path) -> None:
@@ -270,15 +342,11 @@ def test_the_tool_reports_json_with_the_bytes_of_the_cache(gqa: Case, exported: 
     assert json.loads(result.stdout) == {
         "prompt": PROMPT,
         "prompt_tokens": exported.encode(PROMPT),
-        "text": exported.tokenizer.decode(tokens),
+        "text": text_of(exported, tokens),
         "tokens": tokens,
         "stopped": "end",
         "sampling": {"temperature": 0.7, "top_k": 50, "top_p": 0.9, "seed": 4},
-        "kv_cache": {
-            "num_key_value_heads": 2,
-            "dtype": "float32",
-            "bytes_per_token_per_layer": 2 * 2 * 8 * 4,
-        },
+        "kv_cache": exported.decoder(len(exported.encode(PROMPT)), NUM_NEW).cache_figures(),
     }
 
 

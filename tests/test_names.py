@@ -1,44 +1,34 @@
-"""Names, shapes and orientation of tensors, against transformers' Qwen3 and against small cases by hand."""
+"""Names, shapes and orientation of tensors, against transformers' Qwen3 and Qwen3-MoE and small cases by hand."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.checkpoints import SMALL_GROUPED, SMALL_MIXTURE, SMALL_VHA, small_model
+from vha_paddle.config import Model
 from vha_paddle.errors import UserError
-from vha_paddle.names import (
-    DecoderShape,
-    account,
-    attention_tensors,
-    check_shape,
-    expected_tensors,
-    from_hf,
-    to_hf,
-)
+from vha_paddle.names import account, check_shape, expected_tensors, from_hf, hf_tensors, to_hf
 
-GROUPED = DecoderShape(
-    kind="grouped",
-    num_hidden_layers=2,
-    hidden_size=10,
-    intermediate_size=9,
-    vocab_size=11,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=4,
-    premix=False,
-    postmix_rank=0,
-    tie_word_embeddings=False,
-)
-VHA = replace(GROUPED, kind="vha", premix=True, postmix_rank=3)
+GROUPED = small_model(SMALL_GROUPED, tie_word_embeddings=False)
+MIXTURE = small_model(SMALL_GROUPED, tie_word_embeddings=False, **SMALL_MIXTURE)
+VHA = small_model(SMALL_VHA, tie_word_embeddings=False)
 LINEARS = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkvo"]
 LINEARS += [f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
-LINEARS += ["lm_head.weight"]
+LINEARS += ["lm_head.weight", "model.layers.3.mlp.gate.weight"]
+PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def numbered(shape: tuple[int, ...]) -> np.ndarray:
     return np.arange(np.prod(shape), dtype=np.float64).reshape(shape)
+
+
+def alone(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
+    """The one tensor that a tensor of ours becomes."""
+    (converted,) = to_hf(name, array)
+    return converted
 
 
 # Conversion
@@ -48,13 +38,14 @@ def numbered(shape: tuple[int, ...]) -> np.ndarray:
 @pytest.mark.parametrize("shape", [(2, 3), (3, 3)], ids=["rectangular", "square"])
 def test_a_linear_weight_is_transposed_both_ways(name: str, shape: tuple[int, int]) -> None:
     ours = numbered(shape)
-    for convert in (to_hf, from_hf):
-        converted_name, converted = convert(name, ours)
-        assert converted_name == name
-        assert converted.flags.c_contiguous
-        for row in range(shape[0]):
-            for column in range(shape[1]):
-                assert converted[column, row] == ours[row, column]
+    there_name, there = alone(name, ours)
+    back = from_hf(name, shape, {name: there})
+    assert there_name == name
+    assert there.flags.c_contiguous and back.flags.c_contiguous
+    assert np.array_equal(back, ours)
+    for row in range(shape[0]):
+        for column in range(shape[1]):
+            assert there[column, row] == ours[row, column]
 
 
 def test_everything_but_the_linear_weights_is_copied_as_it_is() -> None:
@@ -63,39 +54,62 @@ def test_everything_but_the_linear_weights_is_copied_as_it_is() -> None:
     names += ["model.norm.weight", "model.embed_tokens.weight"]
     for name in names:
         array = numbered((3, 3))
-        for convert in (to_hf, from_hf):
-            assert convert(name, array)[0] == name
-            assert np.array_equal(convert(name, array)[1], array), name
+        converted_name, converted = alone(name, array)
+        assert converted_name == name
+        assert np.array_equal(converted, array), name
+        assert np.array_equal(from_hf(name, (3, 3), {name: array}), array), name
 
 
-def test_there_and_back_is_the_identity() -> None:
-    for name, shape in expected_tensors(GROUPED).items():
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("shape", [(4, 2, 3), (4, 3, 3), (3, 3, 3)], ids=["rectangular", "square", "cube"])
+def test_the_experts_of_a_layer_become_one_matrix_each(part: str, shape: tuple[int, int, int]) -> None:
+    ours, name = numbered(shape), f"model.layers.7.mlp.experts.{part}"
+    theirs = dict(to_hf(name, ours))
+    assert list(theirs) == [f"model.layers.7.mlp.experts.{expert}.{part}.weight" for expert in range(shape[0])]
+    for expert, matrix in enumerate(theirs.values()):
+        assert matrix.flags.c_contiguous
+        assert np.array_equal(matrix, ours[expert].T)
+    assert np.array_equal(from_hf(name, shape, dict(reversed(theirs.items()))), ours)
+
+
+@pytest.mark.parametrize("model", [GROUPED, MIXTURE], ids=["dense", "mixture"])
+def test_there_and_back_is_the_identity_and_shapes_are_known_before(model: Model) -> None:
+    for name, shape in expected_tensors(model).items():
         array = numbered(shape)
-        back_name, back = from_hf(*to_hf(name, array))
-        assert back_name == name
-        assert np.array_equal(back, array)
+        theirs = dict(to_hf(name, array))
+        assert {hf_name: part.shape for hf_name, part in theirs.items()} == hf_tensors(name, shape)
+        assert np.array_equal(from_hf(name, shape, theirs), array), name
+
+
+def their_model(model: Model) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "tie_word_embeddings", "vocab_size")
+    sizes = model.model_dump(include=set(keys)) | model.attention.model_dump(exclude={"kind", "output_gate"})
+    if model.experts is None:
+        return Qwen3ForCausalLM(Qwen3Config(**sizes))
+    keys = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    del sizes["intermediate_size"]
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **model.experts.model_dump(include=set(keys))))
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_a_converted_grouped_decoder_has_the_tensors_of_transformers(tied: bool) -> None:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    shape = replace(GROUPED, tie_word_embeddings=tied)
-    sizes = vars(shape).copy()
-    for ours_only in ("kind", "premix", "postmix_rank"):
-        del sizes[ours_only]
-    model = Qwen3ForCausalLM(Qwen3Config(**sizes))
+@pytest.mark.parametrize("model", [GROUPED, MIXTURE], ids=["dense", "mixture"])
+def test_a_converted_grouped_decoder_has_the_tensors_of_transformers(model: Model, tied: bool) -> None:
+    model = model.model_copy(update={"tie_word_embeddings": tied})
     # named_parameters gives a tied pair once, under the embedding's name.
-    theirs = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    converted = dict(to_hf(name, np.zeros(size)) for name, size in expected_tensors(shape).items())
-    assert {name: array.shape for name, array in converted.items()} == theirs
+    theirs = {name: tuple(parameter.shape) for name, parameter in their_model(model).named_parameters()}
+    converted: dict[str, tuple[int, ...]] = {}
+    for name, shape in expected_tensors(model).items():
+        converted |= hf_tensors(name, shape)
+    assert converted == theirs
 
 
 @pytest.mark.parametrize("short", ["premix", "postmix_a", "postmix_b"])
 def test_an_unfolded_map_has_no_name_in_qwen3(short: str) -> None:
     name = f"model.layers.0.self_attn.{short}"
     with pytest.raises(UserError, match=f"{name} has no name in a Qwen3 model; fold"):
-        to_hf(name, np.ones((2, 2)))
+        alone(name, np.ones((2, 2)))
 
 
 @pytest.mark.parametrize(
@@ -103,14 +117,14 @@ def test_an_unfolded_map_has_no_name_in_qwen3(short: str) -> None:
     [
         ("model.layers.0.self_attn.q_porj.weight", "self_attn.q_proj.weight"),
         ("model.layers.0.mlp.up_projection.weight", "mlp.up_proj.weight"),
+        ("model.layers.0.mlp.experts.up_porj", "mlp.experts.up_proj"),
         ("model.embed_token.weight", "model.embed_tokens.weight"),
     ],
 )
 def test_a_foreign_name_is_refused_with_a_suggestion(name: str, meant: str) -> None:
-    for convert in (to_hf, from_hf):
-        with pytest.raises(UserError) as error:
-            convert(name, np.ones((2, 2)))
-        assert name in str(error.value) and f"(did you mean {meant}?)" in str(error.value)
+    with pytest.raises(UserError) as error:
+        hf_tensors(name, (2, 2))
+    assert name in str(error.value) and f"(did you mean {meant}?)" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -123,98 +137,20 @@ def test_a_foreign_name_is_refused_with_a_suggestion(name: str, meant: str) -> N
         "model.layers.-1.mlp.up_proj.weight",
         "model.layers.0.model.norm.weight",
         "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.0.self_attn.g_proj.weight",
+        "model.layers.0.mlp.shared_expert.up_proj.weight",
     ],
 )
 def test_a_known_name_in_a_wrong_place_is_refused(name: str) -> None:
     with pytest.raises(UserError, match="no tensor of a Qwen3 decoder"):
-        from_hf(name, np.ones((2, 2)))
+        from_hf(name, (2, 2), {name: np.ones((2, 2))})
 
 
-def test_a_linear_weight_must_be_a_matrix() -> None:
-    with pytest.raises(UserError, match=r"lm_head\.weight has shape \[2, 2, 2\]"):
-        to_hf("lm_head.weight", np.ones((2, 2, 2)))
-
-
-# Expected tensors
-
-
-def test_expected_tensors_of_a_vha_layer() -> None:
-    assert attention_tensors(VHA) == {
-        "q_proj.weight": (10, 3 * 4),
-        "k_proj.weight": (10, 2 * 4),
-        "v_proj.weight": (10, 2 * 4),
-        "o_proj.weight": (6 * 4, 10),
-        "q_norm.weight": (4,),
-        "k_norm.weight": (4,),
-        "premix": (2, 4, 4),
-        "postmix_a": (6, 3),
-        "postmix_b": (6, 3),
-    }
-
-
-def test_without_premix_the_query_projection_makes_every_head() -> None:
-    tensors = attention_tensors(replace(VHA, premix=False))
-    assert tensors["q_proj.weight"] == (10, 6 * 4)
-    assert "premix" not in tensors and "postmix_a" in tensors
-
-
-def test_without_postmix_its_factors_are_absent() -> None:
-    tensors = attention_tensors(replace(VHA, postmix_rank=0))
-    assert "premix" in tensors and "postmix_a" not in tensors and "postmix_b" not in tensors
-
-
-def test_a_tied_head_has_no_tensor() -> None:
-    tied = expected_tensors(replace(GROUPED, tie_word_embeddings=True))
-    assert set(expected_tensors(GROUPED)) - set(tied) == {"lm_head.weight"}
-    assert expected_tensors(GROUPED)["lm_head.weight"] == (10, 11)
-
-
-def test_expected_tensors_are_in_the_order_of_the_forward_pass() -> None:
-    names = list(expected_tensors(VHA))
-    assert names[0] == "model.embed_tokens.weight"
-    assert names[-2:] == ["model.norm.weight", "lm_head.weight"]
-    first, second = (names.index(f"model.layers.{layer}.self_attn.premix") for layer in (0, 1))
-    assert first < names.index("model.layers.0.mlp.down_proj.weight") < second
-
-
-def test_the_paper_model_has_the_paper_parameter_counts() -> None:
-    vha = DecoderShape(
-        kind="vha",
-        num_hidden_layers=28,
-        hidden_size=2048,
-        intermediate_size=6144,
-        vocab_size=151936,
-        num_attention_heads=16,
-        num_key_value_heads=2,
-        head_dim=128,
-        premix=True,
-        postmix_rank=4,
-        tie_word_embeddings=True,
-    )
-    gqa8 = replace(vha.folded(), num_key_value_heads=8)
-    for shape, millions in ((vha, 1574.695), (gqa8, 1720.575)):
-        count = sum(int(np.prod(size)) for size in expected_tensors(shape).values())
-        assert round(count / 1e6, 3) == millions, shape.kind
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"kind": "mla"}, "kind is 'mla'; it must be one of grouped, vha"),
-        ({"head_dim": 0}, "head_dim is 0; it must be at least 1"),
-        ({"postmix_rank": -1}, "postmix_rank is -1"),
-        (
-            {"num_attention_heads": 5},
-            "num_attention_heads is 5; it must be a multiple of num_key_value_heads=2",
-        ),
-        ({"kind": "grouped"}, "kind is 'grouped' with premix=True and postmix_rank=3"),
-        ({"premix": False, "postmix_rank": 0}, "vha needs at least one of the two maps"),
-    ],
-)
-def test_a_shape_that_makes_no_decoder_is_refused(change: dict, message: str) -> None:
-    with pytest.raises(UserError) as error:
-        replace(VHA, **change)
-    assert message in str(error.value)
+def test_a_linear_weight_must_be_a_matrix_and_experts_a_stack_of_them() -> None:
+    with pytest.raises(UserError, match=r"lm_head\.weight has shape \[2, 2, 2\]; .* two axes"):
+        alone("lm_head.weight", np.ones((2, 2, 2)))
+    with pytest.raises(UserError, match=r"mlp\.experts\.up_proj has shape \[2, 2\]; experts must be \[E, in, out\]"):
+        alone("model.layers.0.mlp.experts.up_proj", np.ones((2, 2)))
 
 
 # Accounts

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import paddle
+import paddle.nn.functional as F
 
 from vha_paddle.checkpoint.layout import open_checkpoint
-from vha_paddle.checkpoint.load import device_tensor, load_parameters
+from vha_paddle.checkpoint.load import device_tensor, load_parameters, router_state
 from vha_paddle.config import Model
 from vha_paddle.data.loader import ValidationWindows
-from vha_paddle.errors import UserError
 from vha_paddle.export.reader import CONFIG_FILE, read_hf_model, read_hf_tensors
+from vha_paddle.export.verify import Logits, Verification, random_tokens, verify_logits
+from vha_paddle.model.balance import Balance
 from vha_paddle.model.decoder import Decoder, build_decoder
 from vha_paddle.model.microbatch import Microbatch, microbatches_of
 from vha_paddle.model.pipelined import PipelinedDecoder
-from vha_paddle.names import account, check_shape
+from vha_paddle.ops.routing import Routing
 from vha_paddle.parallel.mesh import Mesh
-
-Logits = Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]
 
 
 def load_model(path: Path) -> Decoder:
@@ -37,17 +38,79 @@ def load_model(path: Path) -> Decoder:
     checkpoint = open_checkpoint(path)
     model = _new_decoder(checkpoint.recipe.model)
     load_parameters(model.named_tensors(), checkpoint.model_tensors(), Mesh())
+    if model.balance is not None:
+        model.balance.restore(router_state(model.balance.state(), checkpoint))
     return model
 
 
-def checkpoint_logits(path: Path) -> Logits:
-    """Tokens `[B, S]` to logits `[B, S, V]` of the unfolded model of a checkpoint."""
+def model_logits(path: Path) -> Logits:
+    """Tokens `[B, S]` to logits `[B, S, V]` of what `load_model` finds at `path`; a checkpoint is not folded."""
     return _logits_of(load_model(path))
 
 
-def exported_logits(path: Path) -> Logits:
-    """Tokens `[B, S]` to logits `[B, S, V]` of an exported directory, read back from its files."""
-    return _logits_of(load_model(path))
+def verify_export(checkpoint: Path, exported: Path) -> Verification:
+    """Compare an exported directory with its checkpoint on random tokens, as `export/verify.py` describes."""
+    values = json.loads((exported / CONFIG_FILE).read_text(encoding="utf-8"))
+    tokens_BS = random_tokens(values["vocab_size"], values["max_position_embeddings"])
+    reference, other = load_model(checkpoint), load_model(exported)
+    agreement = None
+    if reference.balance is not None and other.balance is not None:
+        recorded = _Recorded(reference.balance)
+        steered = _Steered(other.balance, recorded)
+        _put_in_place(reference, recorded)
+        _put_in_place(other, steered)
+        agreement = steered.mean_agreement
+    return verify_logits(_logits_of(reference), _logits_of(other), tokens_BS, values["dtype"], agreement)
+
+
+class _Recorded(Balance):
+    """Remembers the experts that it chose last in each layer."""
+
+    def __init__(self, balance: Balance) -> None:
+        super().__init__(balance.config, len(balance.load_LE), balance.mesh)
+        self.restore(balance.state())
+        self.experts_by_layer: dict[int, np.ndarray[Any, Any]] = {}
+
+    def route(self, layer: int, logits_TE: paddle.Tensor, counted: bool) -> Routing:
+        routing = super().route(layer, logits_TE, counted)
+        self.experts_by_layer[layer] = routing.experts_Tk
+        return routing
+
+
+class _Steered(Balance):
+    """Sends each token where another model, which has run before, sent it."""
+
+    def __init__(self, balance: Balance, recorded: _Recorded) -> None:
+        super().__init__(balance.config, len(balance.load_LE), balance.mesh)
+        self.restore(balance.state())
+        self._recorded = recorded
+        self._agreements: list[float] = []
+
+    def route(self, layer: int, logits_TE: paddle.Tensor, counted: bool) -> Routing:
+        own, experts_Tk = super().route(layer, logits_TE, counted), self._recorded.experts_by_layer[layer]
+        self._agreements.append(float((experts_Tk[:, :, None] == own.experts_Tk[:, None]).any(-1).mean()))
+        weights_Tk = paddle.take_along_axis(F.softmax(logits_TE), paddle.to_tensor(experts_Tk), axis=1)
+        if self.config.norm_topk_prob:
+            weights_Tk = weights_Tk / weights_Tk.sum(axis=-1, keepdim=True)
+        return replace(own, weights_Tk=weights_Tk, experts_Tk=experts_Tk)
+
+    def mean_agreement(self) -> float:
+        """Share of the other model's choices that this one's routers make too, over all layers."""
+        return float(np.mean(self._agreements))
+
+
+def _put_in_place(model: Decoder, balance: Balance) -> None:
+    for block in model.layers:
+        block.mlp.balance = balance
+
+
+def _logits_of(model: Decoder) -> Logits:
+    def logits(tokens_BS: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        with paddle.no_grad():
+            result: np.ndarray[Any, Any] = model(paddle.to_tensor(tokens_BS.astype(np.int64))).numpy()
+        return result
+
+    return logits
 
 
 def validation_loss(
@@ -88,14 +151,8 @@ def _load_exported(path: Path) -> Decoder:
     config = read_hf_model(path)
     model = _new_decoder(config)
     parameters = model.named_tensors()
-    found = []
-    for name, array in read_hf_tensors(path):
-        if name not in parameters:
-            raise UserError(f"{path}: unexpected tensor {name}; export the model again")
-        check_shape(name, array.shape, parameters[name].shape, str(path))
+    for name, array in read_hf_tensors(path, config):
         parameters[name].set_value(device_tensor(array, parameters[name].dtype))
-        found.append(name)
-    account(found, parameters, str(path))
     return model
 
 
@@ -103,12 +160,3 @@ def _new_decoder(config: Model) -> Decoder:
     model = build_decoder(config, Mesh(), seed=0)
     model.eval()
     return model
-
-
-def _logits_of(model: Decoder) -> Logits:
-    def logits(tokens_BS: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        with paddle.no_grad():
-            result: np.ndarray[Any, Any] = model(paddle.to_tensor(tokens_BS.astype(np.int64))).numpy()
-        return result
-
-    return logits

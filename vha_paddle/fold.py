@@ -1,4 +1,4 @@
-"""The fold: a trained Virtual Head Attention layer becomes a plain grouped-query one. Numpy only.
+"""The fold: trained Virtual Head Attention layers become plain grouped-query ones. Arrays are numpy's.
 
 A physical head is q_i = x W_Q[i]; Premix makes of it one virtual head per group, q_i W_premix[g]. Both maps
 are linear and nothing stands between them, so x (W_Q[i] W_premix[g]) is the same query: the products of all
@@ -7,10 +7,12 @@ N = P*K plain heads. QK-norm and RoPE come after Premix and see no difference. O
 the heads, y' = M y with M = I + B A^T, and out = sum_m y'[m] W_O[m], where W_O[m] is the block of H rows of
 head m. Sum over m first: out = sum_n y[n] (sum_m M[m, n] W_O[m]), so the bracket is the new block n of W_O
 (M transposed: the head that is read, n, is its second index). All other tensors are copied. The fold is exact
-up to round-off, and only because no norm precedes Premix and no gate or activation follows Postmix.
+up to round-off, and only because no norm precedes Premix and no gate or activation follows Postmix: a gate on the
+heads' outputs is copied where Postmix acts on what it lets through, M (gate * y), and refused where it comes after.
 
 Weights are `[in, out]`. Letters: D hidden, P physical heads, K key/value heads (groups), N = P*K virtual
-query heads, H head dim, R postmix rank. Source: arXiv 2610.17959, Algorithm 1.
+query heads, H head dim, Q width of a physical head (H unless `physical_head_dim` says otherwise), R postmix rank.
+Source: arXiv 2610.17959, Algorithm 1.
 """
 
 from __future__ import annotations
@@ -20,28 +22,21 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 import numpy.typing as npt
 
+from vha_paddle.config import Attention, Model, VirtualHeadAttention
+from vha_paddle.counts import folded, what_stays
 from vha_paddle.errors import UserError
-from vha_paddle.names import (
-    POSTMIX_A,
-    POSTMIX_B,
-    PREMIX,
-    VHA_MAPS,
-    DecoderShape,
-    account,
-    attention_tensors,
-    check_shape,
-    expected_tensors,
-)
+from vha_paddle.names import POSTMIX_A, POSTMIX_B, PREMIX, VHA_MAPS, account, check_shape, expected_tensors
+from vha_paddle.tensors import attention_tensors
 
 _SELF_ATTENTION = ".self_attn."
 
 
-def fold_premix(q_proj_DX: npt.ArrayLike, premix_KHH: npt.ArrayLike) -> np.ndarray:
+def fold_premix(q_proj_DX: npt.ArrayLike, premix_KQH: npt.ArrayLike) -> np.ndarray:
     """Fold Premix into the query projection: block n = g*P + i is `q_proj[:, i] @ premix[g]`.
 
     Args:
-        q_proj_DX: `[D, P*H]`.
-        premix_KHH: `[K, H, H]`, applied from the right: `q @ premix[g]`.
+        q_proj_DX: `[D, P*Q]`.
+        premix_KQH: `[K, Q, H]`, applied from the right: `q @ premix[g]`.
 
     Returns:
         `[D, N*H]` in float64.
@@ -49,15 +44,14 @@ def fold_premix(q_proj_DX: npt.ArrayLike, premix_KHH: npt.ArrayLike) -> np.ndarr
     Raises:
         UserError: shapes that do not fit.
     """
-    q_proj, premix = np.asarray(q_proj_DX, np.float64), np.asarray(premix_KHH, np.float64)
-    head_dim = premix.shape[-1] if premix.ndim == 3 else 0
-    if not head_dim or premix.shape[1] != head_dim or q_proj.ndim != 2 or q_proj.shape[1] % head_dim:
+    q_proj, premix = np.asarray(q_proj_DX, np.float64), np.asarray(premix_KQH, np.float64)
+    if q_proj.ndim != 2 or premix.ndim != 3 or not premix.size or q_proj.shape[1] % premix.shape[1]:
         raise UserError(
             f"q_proj {list(q_proj.shape)} and premix {list(premix.shape)} do not fit; "
-            "they must be [D, P*H] and [K, H, H]"
+            "they must be [D, P*Q] and [K, Q, H]"
         )
-    q_proj_DPH = q_proj.reshape(len(q_proj), -1, head_dim)
-    folded_DKPH = np.einsum("dph,khj->dkpj", q_proj_DPH, premix, optimize=True)
+    q_proj_DPQ = q_proj.reshape(len(q_proj), -1, premix.shape[1])
+    folded_DKPH = np.einsum("dpq,kqh->dkph", q_proj_DPQ, premix, optimize=True)
     return folded_DKPH.reshape(len(q_proj), -1)
 
 
@@ -96,13 +90,14 @@ def fold_postmix(o_proj_XD: npt.ArrayLike, a_NR: npt.ArrayLike, b_NR: npt.ArrayL
 
 
 def fold_attention(
-    tensors: Mapping[str, np.ndarray], shape: DecoderShape, dtype: npt.DTypeLike, source: str
+    tensors: Mapping[str, np.ndarray], attention: Attention, hidden_size: int, dtype: npt.DTypeLike, source: str
 ) -> dict[str, np.ndarray]:
     """Fold one layer's attention.
 
     Args:
         tensors: short name (as in `q_proj.weight`, `premix`) to floating-point array `[in, out]`.
-        shape: the unfolded model; it says which of Premix and Postmix are there.
+        attention: the unfolded layer's section; it says which of Premix, Postmix and gate are there.
+        hidden_size: D.
         dtype: of the result: float16, bfloat16, float32 or float64. The arithmetic is float64, rounded once.
         source: what an error calls the place that the tensors came from.
 
@@ -111,56 +106,84 @@ def fold_attention(
         change and that has `dtype` already is the caller's own array.
 
     Raises:
-        UserError: no Premix and no Postmix, a missing or unexpected tensor, a shape that does not fit, a
-            dtype that is not floating point, a value that is not finite or does not fit in `dtype`.
+        UserError: no Premix and no Postmix, a map that does not fold, a missing or unexpected tensor, a shape that
+            does not fit, a dtype that is not floating point, a value that is not finite or does not fit in `dtype`.
     """
     dtype = _floating_dtype(dtype, f"{source}: the requested dtype")
-    _refuse_nothing_to_fold(tensors, shape, source)
-    expected = attention_tensors(shape)
+    _refuse_nothing_to_fold(tensors, [attention], source)
+    _refuse_what_stays(attention, "model.attention", source)
+    expected = _shapes(attention, hidden_size)
     account(tensors, expected, source)
     checked = {name: _checked(name, tensors[name], expected[name], source) for name in expected}
     return {name: _cast(name, array, dtype, source) for name, array in _folded_attention(checked).items()}
 
 
 def fold_state(
-    state: Mapping[str, np.ndarray], shape: DecoderShape, dtype: npt.DTypeLike, source: str
+    state: Mapping[str, np.ndarray], model: Model, dtype: npt.DTypeLike, source: str
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Fold a whole decoder, one tensor at a time.
+    """Fold a whole decoder, one tensor at a time; layers without maps are copied.
 
     The names are checked before this function returns. `state` may read an array when it is asked for it:
     each is asked for once, in the order of the result, and at most one layer's attention is held.
 
     Args:
         state: canonical name to floating-point array `[in, out]`.
-        shape: the unfolded model.
+        model: the unfolded model.
         dtype: of the result, as in `fold_attention`.
         source: what an error calls the state, such as its directory.
 
     Returns:
-        An iterator over the (canonical name, array) pairs of the grouped model, whose shape is
-        `shape.folded()`.
+        An iterator over the (canonical name, array) pairs of the model that is served, `counts.folded(model)`.
 
     Raises:
         UserError: as `fold_attention`; for what a tensor holds, at the moment it is reached.
     """
     dtype = _floating_dtype(dtype, f"{source}: the requested dtype")
-    _refuse_nothing_to_fold(state, shape, source)
-    account(state, expected_tensors(shape), source)
-    return _folded_tensors(state, shape, dtype, source)
+    _refuse_nothing_to_fold(state, model.attentions, source)
+    check_foldable(model, source)
+    account(state, expected_tensors(model), source)
+    return _converted(state, model, dtype, source)
 
 
-def _folded_tensors(
-    state: Mapping[str, np.ndarray], shape: DecoderShape, dtype: np.dtype, source: str
+def copy_state(
+    state: Mapping[str, np.ndarray], model: Model, dtype: npt.DTypeLike, source: str
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The generator of `fold_state`, apart from it so that names are checked at the call, not at an item."""
-    expected = expected_tensors(shape)
+    """The tensors of a decoder without maps in `dtype`, with the checks of `fold_state`.
+
+    Raises:
+        UserError: as `fold_state`; the model has maps.
+    """
+    dtype = _floating_dtype(dtype, f"{source}: the requested dtype")
+    if model.has_maps:
+        raise UserError(f"{source}: holds Premix or Postmix; fold it")
+    account(state, expected_tensors(model), source)
+    return _converted(state, model, dtype, source)
+
+
+def check_foldable(model: Model, source: str) -> None:
+    """Require that every map of the model folds.
+
+    Raises:
+        UserError: one does not; the line names its key, the reason and the remedy.
+    """
+    _refuse_what_stays(model.attention, "model.attention", source)
+    if model.sliding_window is not None and model.sliding_window.attention is not None:
+        _refuse_what_stays(model.sliding_window.attention, "model.sliding_window.attention", source)
+
+
+def _converted(
+    state: Mapping[str, np.ndarray], model: Model, dtype: np.dtype, source: str
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The generator behind the two functions above, apart so that names are checked at the call, not at an item."""
+    expected = expected_tensors(model)
     attention: dict[str, np.ndarray] = {}
-    for name in expected_tensors(shape.folded()):
+    for name in expected_tensors(folded(model)):
         prefix, separator, short_name = name.partition(_SELF_ATTENTION)
         if separator and not attention:
-            full_names = {short: prefix + separator + short for short in attention_tensors(shape)}
+            before = prefix + separator
+            full_names = [full for full in expected if full.startswith(before)]
             attention = _folded_attention(
-                {short: _checked(full, state[full], expected[full], source) for short, full in full_names.items()}
+                {full.removeprefix(before): _checked(full, state[full], expected[full], source) for full in full_names}
             )
         if separator:
             array = attention.pop(short_name)  # popped, so that the last one leaves room for the next layer
@@ -171,21 +194,40 @@ def _folded_tensors(
 
 def _folded_attention(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Fold whichever of the two maps is there; the folded projections are float64, the others as given."""
-    folded = {name: array for name, array in tensors.items() if name not in VHA_MAPS}
+    result = {name: array for name, array in tensors.items() if name not in VHA_MAPS}
     if PREMIX in tensors:
-        folded["q_proj.weight"] = fold_premix(tensors["q_proj.weight"], tensors[PREMIX])
+        result["q_proj.weight"] = fold_premix(tensors["q_proj.weight"], tensors[PREMIX])
     if POSTMIX_A in tensors:
         o_proj = tensors["o_proj.weight"]
-        folded["o_proj.weight"] = fold_postmix(o_proj, tensors[POSTMIX_A], tensors[POSTMIX_B])
-    return folded
+        result["o_proj.weight"] = fold_postmix(o_proj, tensors[POSTMIX_A], tensors[POSTMIX_B])
+    return result
 
 
-def _refuse_nothing_to_fold(names: Iterable[str], shape: DecoderShape, source: str) -> None:
+def _shapes(attention: Attention, hidden_size: int) -> dict[str, tuple[int, ...]]:
+    return {spec.name: spec.shape for spec in attention_tensors(attention, hidden_size)}
+
+
+def _refuse_nothing_to_fold(names: Iterable[str], attentions: Iterable[Attention], source: str) -> None:
     """A second fold must not pass for a first: it would copy every tensor and report success."""
     if not any(name.rpartition(".")[2] in VHA_MAPS for name in names):
         raise UserError(f"{source}: no premix and no postmix: nothing to fold; is it folded already?")
-    if shape.kind != "vha":
-        raise UserError(f"{source}: described as kind {shape.kind!r}; only a vha model folds, check its kind")
+    kinds = [attention.kind for attention in attentions]
+    if "vha" not in kinds:
+        raise UserError(f"{source}: described as kind {kinds[0]!r}; only a vha model folds, check its kind")
+
+
+def _refuse_what_stays(attention: Attention, where: str, source: str) -> None:
+    """A map with something nonlinear between it and the projection that it would fold into."""
+    if not isinstance(attention, VirtualHeadAttention):
+        return
+    for name, reason in what_stays(attention).items():
+        key, value, remedy = name, "silu", "linear"
+        if attention.output_gate == "after_postmix" and name == "postmix" and attention.postmix == "linear":
+            key, value, remedy = "output_gate", "after_postmix", "before_postmix"
+        raise UserError(
+            f"{source}: {where}.{key}={value}: {reason}, so {name.capitalize()} does not fold; "
+            f"train with {key}={remedy}, or use the checkpoint as it is"
+        )
 
 
 def _floating_dtype(dtype: npt.DTypeLike, what: str) -> np.dtype:

@@ -2,7 +2,8 @@
 
 THE KEY/VALUE CACHE IS HERE, not in the attention kinds: those serve training, see whole sequences and keep no
 state. Decoding runs the same layers one token at a time. Grouped-query models alone are decoded: a model with
-virtual heads folds into one (export it first), so K heads are cached, 2 * K * H values per token and layer.
+virtual heads folds into one (export it first), so K heads are cached, 2 * K * H values per token and layer. A layer
+with a sliding window keeps its last `window` positions and no more.
 
 Shapes: B batch, S positions, D hidden, N query heads, K KV heads, G = N / K query heads that read one KV head
 (query head n reads KV head n // G), H head dim, V vocabulary.
@@ -11,6 +12,7 @@ Shapes: B batch, S positions, D hidden, N query heads, K KV heads, G = N / K que
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +21,16 @@ from typing import Any
 import numpy as np
 import paddle
 import paddle.nn.functional as F
+from paddle import nn
 
 from vha_paddle.attention.grouped import SelfAttentionGrouped
+from vha_paddle.attention.virtual_head import SelfAttentionVHA
 from vha_paddle.data.tokenizer import Tokenizer
 from vha_paddle.errors import UserError
 from vha_paddle.evaluate import load_model
 from vha_paddle.export.reader import CONFIG_FILE, read_hf_model
 from vha_paddle.model.decoder import Decoder
+from vha_paddle.model.moe import MoE
 from vha_paddle.ops.attention import causal_attention
 from vha_paddle.ops.rope import apply_rope
 from vha_paddle.sampling import Sampling, choose_token
@@ -36,10 +41,15 @@ _LONGEST_CHARACTER = 4  # bytes, in UTF-8
 
 
 class LayerCache:
-    """Keys and values of one layer, `[B, K, S, H]` each, with room for `capacity` positions."""
+    """Keys and values of one layer, `[B, K, S, H]` each: the last S positions, S being the `room`.
 
-    def __init__(self, batch: int, num_kv_heads: int, capacity: int, head_dim: int, dtype: Any) -> None:
-        shape = [batch, num_kv_heads, capacity, head_dim]
+    Position p lies in slot p % room, so the newest takes the place of the one that has left the window. Attention
+    sums over positions, and RoPE has told the keys which is theirs: the order of the slots does not matter.
+    """
+
+    def __init__(self, batch: int, num_kv_heads: int, room: int, head_dim: int, dtype: Any) -> None:
+        shape = [batch, num_kv_heads, room, head_dim]
+        self.room = room
         self.k_BKSH = paddle.zeros(shape, dtype)
         self.v_BKSH = paddle.zeros(shape, dtype)
 
@@ -47,20 +57,32 @@ class LayerCache:
     def num_bytes(self) -> int:
         return sum(int(tensor.size) * int(tensor.element_size()) for tensor in (self.k_BKSH, self.v_BKSH))
 
+    def figures(self) -> dict[str, int]:
+        """Its heads K, the positions that it has room for, and the bytes for one of them of one sequence."""
+        batch, num_kv_heads, _, _ = self.k_BKSH.shape
+        bytes_per_token = self.num_bytes // (batch * self.room)
+        return {"num_key_value_heads": num_kv_heads, "positions": self.room, "bytes_per_token": bytes_per_token}
+
     def write(self, start: int, k_BSKH: paddle.Tensor, v_BSKH: paddle.Tensor) -> None:
-        """Put the keys and values of positions `start`, `start + 1`, … into their places."""
+        """Put the keys and values of positions `start`, `start + 1`, … into their slots; of more than fit, the last."""
         end = start + k_BSKH.shape[1]
-        self.k_BKSH[:, :, start:end] = k_BSKH.transpose([0, 2, 1, 3])
-        self.v_BKSH[:, :, start:end] = v_BSKH.transpose([0, 2, 1, 3])
+        first = max(start, end - self.room)
+        while first < end:
+            slot = first % self.room
+            stop = min(end, first + self.room - slot)  # as far as the slots go without a jump to the first
+            slots, positions = slice(slot, slot + stop - first), slice(first - start, stop - start)
+            self.k_BKSH[:, :, slots] = k_BSKH[:, positions].transpose([0, 2, 1, 3])
+            self.v_BKSH[:, :, slots] = v_BSKH[:, positions].transpose([0, 2, 1, 3])
+            first = stop
 
     def attend(self, q_B1NH: paddle.Tensor, length: int) -> paddle.Tensor:
-        """Attention of the newest position's query over the first `length` positions: it sees them all."""
+        """Attention of the newest position's query over those of the first `length` positions that are kept."""
         batch, _, num_query, head_dim = q_B1NH.shape
-        num_kv = self.k_BKSH.shape[1]
+        num_kv, kept = self.k_BKSH.shape[1], min(length, self.room)
         q_BKGH = q_B1NH.reshape([batch, num_kv, num_query // num_kv, head_dim]) * head_dim**-0.5
-        scores_BKGS = paddle.matmul(q_BKGH, self.k_BKSH[:, :, :length], transpose_y=True)
+        scores_BKGS = paddle.matmul(q_BKGH, self.k_BKSH[:, :, :kept], transpose_y=True)
         weights_BKGS = F.softmax(scores_BKGS.astype("float32"), axis=-1).astype(q_B1NH.dtype)
-        return paddle.matmul(weights_BKGS, self.v_BKSH[:, :, :length]).reshape(q_B1NH.shape)
+        return paddle.matmul(weights_BKGS, self.v_BKSH[:, :, :kept]).reshape(q_B1NH.shape)
 
 
 class CachedDecoder:
@@ -72,33 +94,32 @@ class CachedDecoder:
         capacity: positions that can be read.
 
     Raises:
-        UserError: the model has virtual heads.
+        UserError: the model has virtual heads, keeps something else than keys and values, or has experts with a
+            capacity.
     """
 
     def __init__(self, model: Decoder, batch: int, capacity: int) -> None:
         if model.mesh.tensor_degree != 1:
             raise ValueError("decoding needs the whole model in one process")
         attentions = [block.self_attn for block in model.layers]
-        if not all(isinstance(attention, SelfAttentionGrouped) for attention in attentions):
-            raise UserError(
-                "the model has virtual heads (model.attention.kind=vha), which are folded before decoding; "
-                "export it first with tools/fold_export.py and give the exported directory"
-            )
+        for block in model.layers:
+            _require_grouped(block.self_attn)
+            if isinstance(block.mlp, MoE) and block.mlp.config.capacity_factor is not None:
+                raise UserError("model.experts.capacity_factor counts whole sequences; token by token there are none")
         self.model, self.batch, self.capacity, self.length = model, batch, capacity, 0
-        self._cos_SH, self._sin_SH = model.context.rope.at(capacity)
         self._caches = []
         for attention in attentions:
             weight, head_dim = attention.k_proj.weight, attention.head_dim
-            num_kv = weight.shape[1] // head_dim
-            self._caches.append(LayerCache(batch, num_kv, capacity, head_dim, weight.dtype))
+            room = min(capacity, attention.window or capacity)
+            self._caches.append(LayerCache(batch, weight.shape[1] // head_dim, room, head_dim, weight.dtype))
 
     def cache_figures(self) -> dict[str, Any]:
-        """What the cache holds: its heads K, its dtype, bytes for one token of one sequence in one layer."""
-        held, k_BKSH = sum(cache.num_bytes for cache in self._caches), self._caches[0].k_BKSH
+        """What the cache holds: its dtype, all its bytes, and how many layers there are of each form."""
+        forms = Counter(tuple(cache.figures().items()) for cache in self._caches)
         return {
-            "num_key_value_heads": k_BKSH.shape[1],
-            "dtype": str(k_BKSH.dtype).removeprefix("paddle."),
-            "bytes_per_token_per_layer": held // (self.batch * self.capacity * len(self._caches)),
+            "dtype": str(self._caches[0].k_BKSH.dtype).removeprefix("paddle."),
+            "bytes": sum(cache.num_bytes for cache in self._caches),
+            "layers": [{"count": count, **dict(form)} for form, count in forms.items()],
         }
 
     @paddle.no_grad()
@@ -110,23 +131,46 @@ class CachedDecoder:
             raise ValueError(f"{batch} x {count} tokens after {self.length}; room is {self.batch} x {self.capacity}")
         x_BSD = self.model.embed_tokens(paddle.to_tensor(tokens_BS.astype(np.int64)))
         for block, cache in zip(self.model.layers, self._caches, strict=True):
-            x_BSD = x_BSD + self._attend(block.self_attn, block.input_layernorm(x_BSD), cache)
+            cos_SH, sin_SH = (table[self.length : end] for table in block.rope.at(self.capacity))
+            x_BSD = x_BSD + self._attend(block.self_attn, block.input_layernorm(x_BSD), cos_SH, sin_SH, cache)
             x_BSD = x_BSD + block.mlp(block.post_attention_layernorm(x_BSD))
         self.length = end
         return self.model.head(x_BSD[:, -1]).astype("float32").numpy()
 
-    def _attend(self, layer: SelfAttentionGrouped, x_BSD: paddle.Tensor, cache: LayerCache) -> paddle.Tensor:
+    def _attend(
+        self,
+        layer: SelfAttentionGrouped,
+        x_BSD: paddle.Tensor,
+        cos_SH: paddle.Tensor,
+        sin_SH: paddle.Tensor,
+        cache: LayerCache,
+    ) -> paddle.Tensor:
         """What `layer` computes for the positions from `self.length` on."""
         start, (batch, count, _) = self.length, x_BSD.shape
         heads = [batch, count, -1, layer.head_dim]
-        cos_SH, sin_SH = self._cos_SH[start : start + count], self._sin_SH[start : start + count]
         q_BSNH = layer.q_norm(layer.q_proj(x_BSD).reshape(heads))
         k_BSKH = layer.k_norm(layer.k_proj(x_BSD).reshape(heads))
         v_BSKH = layer.v_proj(x_BSD).reshape(heads)
         q_BSNH, k_BSKH = apply_rope(q_BSNH, cos_SH, sin_SH), apply_rope(k_BSKH, cos_SH, sin_SH)
         cache.write(start, k_BSKH, v_BSKH)
-        y_BSNH = causal_attention(q_BSNH, k_BSKH, v_BSKH) if start == 0 else cache.attend(q_BSNH, start + 1)
-        return layer.o_proj(y_BSNH.reshape([batch, count, -1]))
+        if start == 0:
+            y_BSNH = causal_attention(q_BSNH, k_BSKH, v_BSKH, window=layer.window)
+        else:
+            y_BSNH = cache.attend(q_BSNH, start + 1)
+        y_BSX = y_BSNH.reshape([batch, count, -1])
+        if layer.output_gate:
+            y_BSX = y_BSX * F.sigmoid(layer.g_proj(x_BSD))
+        return layer.o_proj(y_BSX)
+
+
+def _require_grouped(attention: nn.Layer) -> None:
+    if isinstance(attention, SelfAttentionVHA):
+        raise UserError(
+            "the model has virtual heads (model.attention.kind=vha), which are folded before decoding; "
+            "export it first with tools/fold_export.py and give the exported directory"
+        )
+    if not isinstance(attention, SelfAttentionGrouped):
+        raise UserError("only attention of kind grouped is decoded; evaluate the checkpoint with tools/evaluate.py")
 
 
 def generate(

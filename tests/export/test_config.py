@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoConfig
 
-from tests.checkpoints import SMALL_GROUPED, SMALL_VHA, Exported, small_recipe
+from tests.checkpoints import (
+    SMALL_GROUPED,
+    SMALL_HYBRID,
+    SMALL_MIXTURE,
+    SMALL_VHA,
+    Exported,
+    small_model,
+    small_recipe,
+)
+from vha_paddle.errors import UserError
 from vha_paddle.export.config import SpecialTokens, generation_config, hf_config
 
 SPECIAL = SpecialTokens(eos_id=2, pad_id=3, vocab_size=320)
@@ -29,6 +39,49 @@ def test_every_layer_attends_fully_in_every_spelling(config: dict[str, Any]) -> 
     assert config["layer_types"] == ["full_attention", "full_attention"]
     assert config["max_window_layers"] == config["num_hidden_layers"] == 2
     assert config["sliding_window"] is None and config["use_sliding_window"] is False
+
+
+def test_a_hybrid_declares_its_windows_in_every_spelling() -> None:
+    config = hf_config(small_model(SMALL_VHA, **SMALL_HYBRID), "float32", SPECIAL)
+    assert config["layer_types"] == ["sliding_attention", "full_attention"] * 2
+    assert config["sliding_window"] == 5 and config["use_sliding_window"] is True
+    # vLLM's own Qwen3 would compute full attention if this were the number of layers; so it refuses
+    assert config["max_window_layers"] == 0
+
+
+def test_a_mixture_declares_its_experts_in_every_spelling() -> None:
+    config = hf_config(small_model(SMALL_VHA, **SMALL_MIXTURE), "float32", SPECIAL)
+    expected = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 5,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "intermediate_size": 24,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "router_aux_loss_coef": 1e-3,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    }
+    assert {key: config[key] for key in expected} == expected
+    assert "layer_types" not in config
+
+
+@pytest.mark.parametrize("keys", [SMALL_HYBRID, SMALL_MIXTURE], ids=["hybrid", "mixture"])
+def test_transformers_reads_back_what_was_written(keys: dict[str, Any], tmp_path: Path) -> None:
+    written = hf_config(small_model(SMALL_VHA, **keys), "float32", SPECIAL)
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    read = AutoConfig.from_pretrained(tmp_path)
+    del written["dtype"], written["torch_dtype"], written["architectures"]
+    assert {key: getattr(read, key) for key in written} == written
+
+
+def test_a_config_is_not_written_for_a_model_without_a_stock_class() -> None:
+    with pytest.raises(UserError, match="output_gate=true: no stock Qwen3"):
+        hf_config(small_model(SMALL_GROUPED | {"output_gate": True}), "float32", SPECIAL)
 
 
 def test_heads_are_the_virtual_ones_and_their_width_is_written(config: dict[str, Any]) -> None:

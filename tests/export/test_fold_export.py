@@ -18,30 +18,55 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.checkpoints import (
+    SMALL_EXPERTS,
     SMALL_GROUPED,
+    SMALL_HYBRID,
+    SMALL_MIXTURE,
     SMALL_VHA,
     Exported,
-    oracle_spec,
+    forward_spec,
     small_recipe,
     small_tokenizer,
     trained_weights,
     write_checkpoint,
 )
-from tests.oracles.decoder import decoder_logits
-from tests.tolerances import FLOAT32, assert_close
+from tests.oracles import forward
+from tests.tolerances import FLOAT32, assert_close, relative_error
 from vha_paddle.checkpoint import layout
 from vha_paddle.config import Recipe
 from vha_paddle.errors import UserError
 from vha_paddle.export.fold_export import describe_report, export_checkpoint, open_source
 from vha_paddle.tensor_file import read_tensors
 
-CASES = {
-    "tied, 2 groups": (SMALL_VHA, True),
-    "untied, 3 groups": (SMALL_VHA | {"num_key_value_heads": 3}, False),
-    "1 group": (SMALL_VHA | {"num_attention_heads": 3, "num_key_value_heads": 1}, True),
-    "1 physical head": (SMALL_VHA | {"num_attention_heads": 4, "num_key_value_heads": 4}, False),
-    "full rank": (SMALL_VHA | {"postmix_rank": 6}, True),
-    "plain": (SMALL_GROUPED, True),
+PREMIX_ONLY = {key: value for key, value in SMALL_VHA.items() if key != "postmix_rank"} | {"postmix": "none"}
+WIDE = SMALL_VHA | {"physical_head_dim": 12, "premix_init": "orthogonal"}
+SLIDING = SMALL_HYBRID["sliding_window"]
+UNTIED = {"tie_word_embeddings": False}
+
+# Attention and other keys of the model.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tied, 2 groups": (SMALL_VHA, {}),
+    "untied, 3 groups": (SMALL_VHA | {"num_key_value_heads": 3}, UNTIED),
+    "1 group": (SMALL_VHA | {"num_attention_heads": 3, "num_key_value_heads": 1}, {}),
+    "1 physical head": (SMALL_VHA | {"num_attention_heads": 4, "num_key_value_heads": 4}, UNTIED),
+    "full rank": (SMALL_VHA | {"postmix_rank": 6}, {}),
+    "premix only": (PREMIX_ONLY, {}),
+    "postmix only": (SMALL_VHA | {"premix": "none"}, UNTIED),
+    "wide physical heads": (WIDE, {}),
+    "plain": (SMALL_GROUPED, {}),
+    "hybrid": (SMALL_VHA, SMALL_HYBRID),
+    "hybrid, 2 sliding to 1": (SMALL_VHA, SMALL_HYBRID | UNTIED | {"sliding_window": SLIDING | {"full_every": 3}}),
+    "hybrid, window of 1": (SMALL_VHA, SMALL_HYBRID | {"sliding_window": SLIDING | {"window": 1}}),
+    "hybrid, sliding plain": (SMALL_VHA, SMALL_HYBRID | {"sliding_window": SLIDING | {"attention": SMALL_GROUPED}}),
+    "hybrid, full plain": (SMALL_GROUPED, SMALL_HYBRID | {"sliding_window": SLIDING | {"attention": PREMIX_ONLY}}),
+    "hybrid, all plain": (SMALL_GROUPED, SMALL_HYBRID),
+    "mixture": (SMALL_VHA, SMALL_MIXTURE),
+    "mixture, untied, top 1 of 3": (
+        SMALL_VHA | {"premix": "none"},
+        SMALL_MIXTURE | UNTIED | {"experts": SMALL_EXPERTS | {"num_experts": 3, "num_experts_per_tok": 1}},
+    ),
+    "mixture, not normalised": (PREMIX_ONLY, SMALL_MIXTURE | {"experts": SMALL_EXPERTS | {"norm_topk_prob": False}}),
+    "mixture, plain": (SMALL_GROUPED, SMALL_MIXTURE),
 }
 TOKENS_BS = np.random.default_rng(1).integers(0, 330, (2, 11))
 
@@ -72,16 +97,16 @@ def their_logits(directory: Path) -> np.ndarray:
 
 def our_logits(weights: Mapping[str, np.ndarray], recipe: Recipe) -> np.ndarray:
     in_float64 = {name: array.astype(np.float64) for name, array in weights.items()}
-    return decoder_logits(in_float64, TOKENS_BS, oracle_spec(recipe))
+    return forward.logits(in_float64, TOKENS_BS, forward_spec(recipe.model))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_transformers_gives_the_logits_of_the_unfolded_model(case: str, tmp_path: Path) -> None:
-    attention, tied = CASES[case]
-    recipe = small_recipe(attention, tie_word_embeddings=tied)
+    attention, keys = CASES[case]
+    recipe = small_recipe(attention, **keys)
     weights = trained_weights(recipe)
     checkpoint = write_checkpoint(tmp_path / "checkpoint", recipe, weights, small_tokenizer())
-    export_checkpoint(checkpoint, tmp_path / "out", "float32", plain=attention["kind"] == "grouped")
+    export_checkpoint(checkpoint, tmp_path / "out", "float32", plain=not recipe.model.has_maps)
     assert_close(their_logits(tmp_path / "out"), our_logits(weights, recipe), FLOAT32, case)
 
 
@@ -91,6 +116,30 @@ def test_shards_hold_the_same_model(exported: Exported, tmp_path: Path) -> None:
     assert len(names) > 2 and names[0] == f"model-00001-of-{len(names):05d}.safetensors"
     assert not (tmp_path / "out" / "model.safetensors").exists()
     np.testing.assert_array_equal(their_logits(tmp_path / "out"), their_logits(exported.directory))
+
+
+@pytest.mark.parametrize("keys", [SMALL_HYBRID, SMALL_MIXTURE], ids=["hybrid", "mixture"])
+def test_the_data_can_see_windows_and_experts(keys: dict[str, Any]) -> None:
+    """The same weights without windows, or with experts in the reverse order, are another model."""
+    recipe = small_recipe(SMALL_GROUPED, **keys)
+    weights = trained_weights(recipe)
+    if keys is SMALL_HYBRID:
+        other, other_weights = small_recipe(SMALL_GROUPED, num_hidden_layers=4), weights
+    else:
+        other = recipe
+        other_weights = {name: array[::-1] if ".experts." in name else array for name, array in weights.items()}
+    assert relative_error(our_logits(other_weights, other), our_logits(weights, recipe)) > 0.05
+
+
+def test_experts_may_be_split_over_shards(tmp_path: Path) -> None:
+    recipe = small_recipe(SMALL_VHA, **SMALL_MIXTURE)
+    weights = trained_weights(recipe)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", recipe, weights, small_tokenizer())
+    export_checkpoint(checkpoint, tmp_path / "out", "float32", max_shard_bytes=4_000)
+    files = [read_tensors(path) for path in (tmp_path / "out").glob("model-*.safetensors")]
+    experts = [file for file in files if any(".experts." in name for name in file)]
+    assert len(experts) > 2 * recipe.model.num_hidden_layers
+    assert_close(their_logits(tmp_path / "out"), our_logits(weights, recipe), FLOAT32, "shards")
 
 
 def test_one_directory_holds_model_tokenizer_and_generation_settings(exported: Exported) -> None:
@@ -179,8 +228,16 @@ def test_the_same_checkpoint_gives_the_same_bytes(exported: Exported, tmp_path: 
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == first
 
 
-def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> None:
-    recipe = small_recipe(SMALL_VHA, num_hidden_layers=60, intermediate_size=400)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"intermediate_size": 400},
+        {"intermediate_size": None, "experts": SMALL_EXPERTS | {"moe_intermediate_size": 200}},
+    ],
+    ids=["dense", "mixture"],
+)
+def test_memory_does_not_grow_with_the_number_of_layers(keys: dict[str, Any], tmp_path: Path) -> None:
+    recipe = small_recipe(SMALL_VHA, num_hidden_layers=60, **keys)
     checkpoint = write_checkpoint(tmp_path / "checkpoint", recipe, trained_weights(recipe), small_tokenizer())
     export_checkpoint(checkpoint, tmp_path / "warm", "float32")
     tracemalloc.start()
@@ -198,8 +255,96 @@ def test_a_grouped_checkpoint_is_not_folded(tmp_path: Path) -> None:
 
 
 def test_a_vha_checkpoint_is_not_exported_unfolded(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"model\.attention\.kind=vha holds Premix and Postmix.*drop --plain"):
+    with pytest.raises(UserError, match="layers of kind=vha hold Premix and Postmix.*drop --plain"):
         export_checkpoint(checkpoint, tmp_path / "out", "float32", plain=True)
+
+
+WITHOUT_STOCK_CLASS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "gate": (
+        SMALL_GROUPED | {"output_gate": True},
+        {},
+        r"model\.attention\.output_gate=true: no stock Qwen3 has a gate",
+    ),
+    "vha with a gate": (
+        SMALL_VHA | {"output_gate": "before_postmix"},
+        {},
+        r"model\.attention\.output_gate=before_postmix: no stock Qwen3 has a gate",
+    ),
+    "gate in sliding layers": (
+        SMALL_GROUPED,
+        SMALL_HYBRID | {"sliding_window": SLIDING | {"attention": SMALL_GROUPED | {"output_gate": True}}},
+        r"model\.sliding_window\.attention\.output_gate=true: no stock Qwen3 has a gate",
+    ),
+    "other heads in sliding layers": (
+        SMALL_VHA,
+        SMALL_HYBRID | {"sliding_window": SLIDING | {"attention": SMALL_GROUPED | {"num_key_value_heads": 6}}},
+        r"model\.sliding_window\.attention: sliding layers have 6 query heads on 6 KV heads of width 8, .* 6 .* on 2 ",
+    ),
+    "hybrid mixture": (
+        SMALL_VHA,
+        SMALL_HYBRID | SMALL_MIXTURE,
+        r"model\.sliding_window with model\.experts: Qwen3-MoE has one window for all layers",
+    ),
+    "shared expert": (
+        SMALL_VHA,
+        SMALL_MIXTURE | {"experts": SMALL_EXPERTS | {"shared_expert_intermediate_size": 8}},
+        r"model\.experts\.shared_expert_intermediate_size=8: Qwen3-MoE has no shared expert",
+    ),
+    "router bias": (
+        SMALL_VHA,
+        SMALL_MIXTURE | {"experts": SMALL_EXPERTS | {"router_bias_update_rate": 0.001}},
+        r"model\.experts\.router_bias_update_rate=0\.001: experts were chosen with a bias",
+    ),
+    "capacity": (
+        SMALL_VHA,
+        SMALL_MIXTURE | {"experts": SMALL_EXPERTS | {"capacity_factor": 1.5}},
+        r"model\.experts\.capacity_factor=1\.5: tokens pass by a full expert",
+    ),
+    "mla": (
+        {"kind": "mla", "num_attention_heads": 2, "kv_lora_rank": 6, "qk_rope_head_dim": 4},
+        {},
+        r"model\.attention\.kind=mla: has nothing to fold, and an export to DeepSeek's classes is not there yet",
+    ),
+    "mfa": (
+        {"kind": "mfa", "num_attention_heads": 2, "head_dim": 8, "q_lora_rank": 6},
+        {},
+        r"model\.attention\.kind=mfa: has nothing to fold, and no stock class computes it",
+    ),
+    "gva": (
+        {"kind": "gva", "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "qk_rope_head_dim": 4},
+        {},
+        r"model\.attention\.kind=gva: has nothing to fold, and no stock class computes it",
+    ),
+    "dcmha": (
+        {"kind": "dcmha", "num_attention_heads": 2, "head_dim": 8},
+        {},
+        r"model\.attention\.kind=dcmha: has nothing to fold, and no stock class computes it",
+    ),
+}
+
+
+@pytest.mark.parametrize(("attention", "keys", "message"), WITHOUT_STOCK_CLASS.values(), ids=list(WITHOUT_STOCK_CLASS))
+@pytest.mark.parametrize("plain", [False, True], ids=["", "plain"])
+def test_a_model_that_no_stock_class_computes_is_refused_with_its_key(
+    attention: dict[str, Any], keys: dict[str, Any], message: str, plain: bool, tmp_path: Path
+) -> None:
+    recipe = small_recipe(attention, **keys)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", recipe, trained_weights(recipe), small_tokenizer())
+    with pytest.raises(UserError, match=f"checkpoint: {message}.*tools/evaluate.py") as error:
+        export_checkpoint(checkpoint, tmp_path / "out", "float32", plain=plain)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{}, SMALL_HYBRID | {"sliding_window": SLIDING | {"attention": SMALL_GROUPED}}],
+    ids=["every layer", "full layers"],
+)
+def test_a_map_that_does_not_fold_is_refused_before_any_weight_is_read(keys: dict[str, Any], tmp_path: Path) -> None:
+    recipe = small_recipe(SMALL_VHA | {"postmix": "silu"}, **keys)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", recipe, trained_weights(recipe), small_tokenizer())
+    with pytest.raises(UserError, match=r"model\.attention\.postmix=silu: SiLU lies"):
+        open_source(checkpoint, plain=False)
 
 
 def test_an_export_is_not_folded_again(exported: Exported, tmp_path: Path) -> None:

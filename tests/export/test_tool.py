@@ -19,10 +19,13 @@ TOOL = ROOT / "tools" / "fold_export.py"
 WITH_LOGITS = """
 import runpy, sys, types
 import numpy as np
+from vha_paddle.export.verify import verify_logits
 
 evaluate = types.ModuleType("vha_paddle.evaluate")
-evaluate.checkpoint_logits = lambda path: lambda tokens: np.ones((*tokens.shape, 4))
-evaluate.exported_logits = lambda path: lambda tokens: np.ones((*tokens.shape, 4)) + {error}
+logits = lambda tokens: np.ones((*tokens.shape, 4))
+evaluate.verify_export = lambda checkpoint, exported: verify_logits(
+    logits, lambda tokens: logits(tokens) + {error}, np.zeros((1, 2), int), "float32"
+)
 sys.modules["vha_paddle.evaluate"] = evaluate
 sys.argv = ["fold_export.py", *sys.argv[1:]]
 runpy.run_path({tool!r}, run_name="__main__")
@@ -76,8 +79,8 @@ def test_a_failed_verification_exits_1_and_leaves_nothing(exported: Exported, tm
     result = run(exported.checkpoint, tmp_path / "out", "--verify", error=0.5)
     assert result.returncode == 1
     assert result.stderr.splitlines() == [
-        "error: verification failed: logits differ by 5.00e-01 of the largest, the bound for float32 is "
-        "1.0e-05; nothing was kept"
+        "error: verification failed in float32: logits differ by 5.00e-01 of the largest, the bound is 1.0e-05; "
+        "nothing was kept"
     ]
     assert list(tmp_path.iterdir()) == []
 

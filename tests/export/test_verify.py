@@ -11,10 +11,17 @@ import pytest
 from tests.oracles.decoder import decoder_logits
 from tests.oracles.spec import OracleSpec, random_weights
 from tests.tolerances import FLOAT32
+from vha_paddle.config import Model, VirtualHeadAttention
 from vha_paddle.errors import RunError
-from vha_paddle.export.verify import BOUNDS, Logits, Verification, random_tokens, verify_logits
+from vha_paddle.export.verify import (
+    BOUNDS,
+    MIN_EXPERT_AGREEMENT,
+    Logits,
+    Verification,
+    random_tokens,
+    verify_logits,
+)
 from vha_paddle.fold import fold_state
-from vha_paddle.names import DecoderShape
 
 SPEC = OracleSpec(
     kind="vha",
@@ -29,15 +36,23 @@ SPEC = OracleSpec(
     vocab_size=101,
     rope_theta=1e6,
 )
+MODEL = Model(
+    vocab_size=SPEC.vocab_size,
+    hidden_size=SPEC.hidden_size,
+    intermediate_size=SPEC.intermediate_size,
+    num_hidden_layers=SPEC.num_hidden_layers,
+    tie_word_embeddings=True,
+    attention=VirtualHeadAttention(
+        kind="vha", num_attention_heads=8, num_key_value_heads=2, head_dim=16, postmix_rank=2
+    ),
+)
 GROUPED = dataclasses.replace(SPEC, kind="grouped", premix=False, postmix_rank=0)
 WEIGHTS = random_weights(SPEC, seed=4)
 TOKENS_BS = random_tokens(SPEC.vocab_size, 32)
 
 
 def folded() -> dict[str, np.ndarray]:
-    sizes = {field.name for field in dataclasses.fields(DecoderShape)}
-    shape = DecoderShape(**{name: value for name, value in vars(SPEC).items() if name in sizes})
-    return dict(fold_state(WEIGHTS, shape, np.float64, "test"))
+    return dict(fold_state(WEIGHTS, MODEL, np.float64, "test"))
 
 
 def model(weights: dict[str, np.ndarray], spec: OracleSpec) -> Logits:
@@ -107,6 +122,17 @@ def test_a_difference_at_the_bound_passes() -> None:
         return np.ones((1, 1, 2)) - [0.0, BOUNDS["bfloat16"]]
 
     assert verify_logits(lambda _: np.ones((1, 1, 2)), shifted, np.zeros((1, 1), int), "bfloat16").passed
+
+
+def test_a_router_that_chooses_other_experts_is_a_fault_of_its_own() -> None:
+    equal = np.ones((1, 1, 2))
+
+    def result(agreement: float) -> Verification:
+        tokens_BS = np.zeros((1, 1), int)
+        return verify_logits(lambda _: equal, lambda _: equal, tokens_BS, "float32", lambda: agreement)
+
+    assert result(MIN_EXPERT_AGREEMENT).passed
+    assert result(0.899).fault == "the routers choose 89.9% of the checkpoint's experts, at least 90% are required"
 
 
 @pytest.mark.parametrize("broken", ["reference", "exported"])

@@ -16,7 +16,7 @@ import pytest
 from tests.checkpoints import SMALL_VHA, Exported, small_recipe
 from vha_paddle.errors import RunError, UserError
 from vha_paddle.export.fold_export import export_checkpoint
-from vha_paddle.export.plan import PlannedTensor, decoder_shape, plan_export
+from vha_paddle.export.plan import PlannedTensor, plan_export
 from vha_paddle.export.tokenizer import TokenizerExport
 from vha_paddle.export.verify import Verification
 from vha_paddle.export.writer import output_directory, split_into_shards, write_hf_model
@@ -134,7 +134,7 @@ def test_verification_sees_the_finished_files_before_they_have_their_name(export
 
 
 def test_nothing_is_left_when_verification_exceeds_its_bound(exported: Exported, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"differ by 2\.00e-05 of the largest.*float32 is 1\.0e-05"):
+    with pytest.raises(RunError, match=r"in float32: logits differ by 2\.00e-05 of the largest.*bound is 1\.0e-05"):
         export_checkpoint(exported.checkpoint, tmp_path / "out", "float32", verify=lambda *paths: verification(2e-5))
     assert list(tmp_path.iterdir()) == []
 
@@ -222,7 +222,7 @@ def test_a_stream_that_is_not_the_plan_is_refused(exported: Exported, tmp_path: 
 
 
 def test_the_plan_names_what_is_folded_into_each_tensor() -> None:
-    planned = {each.name: each for each in plan_export(decoder_shape(small_recipe(SMALL_VHA).model), "bfloat16")}
+    planned = {each.name: each for each in plan_export(small_recipe(SMALL_VHA).model, "bfloat16")}
     prefix = "model.layers.1.self_attn."
     query, output = planned[f"{prefix}q_proj.weight"], planned[f"{prefix}o_proj.weight"]
     assert query.sources == (f"{prefix}q_proj.weight", f"{prefix}premix")

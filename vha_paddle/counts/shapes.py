@@ -59,7 +59,7 @@ def vha(heads: int, kv_heads: int, rank: int | None = None) -> dict[str, Any]:
 
 
 def attention_of(shape: str, name: str) -> dict[str, Any]:
-    """The attention section of a named shape: `gqa`, `vha`, `mla`, `mfa`, `gva`, `dcmha`, or heads and KV heads as in `16-2`.
+    """The attention section of a named shape: `gqa`, `vha`, `mla`, `mfa`, `gva`, `dcmha`, or heads as in `16-2`.
 
     Raises:
         UserError: another name.

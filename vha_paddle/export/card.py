@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from vha_paddle.config import Attention, GroupedAttention, Recipe, recipe_to_yaml
+from vha_paddle.config import GroupedAttention, Model, Recipe, recipe_to_yaml
 from vha_paddle.counts import kv_cache_bytes
+from vha_paddle.export.stock import served_attention, stock_class
 
 _COMPARED_KV_HEADS = 8  # the usual grouped-query model
+
+_LLAMA_CPP = """llama.cpp converts it with `convert_hf_to_gguf.py`; run the result with
+`--override-kv tokenizer.ggml.add_space_prefix=bool:false`, for that converter does not copy the setting and
+llama.cpp would put a space before the prompt."""
+_WINDOWS = """Its sliding layers need a reader that obeys `layer_types`. vLLM takes the directory with
+`model_impl="transformers"`; its own Qwen3 refuses it. llama.cpp's converter passes over the windows without a
+word: what it makes of this directory is another model."""
+_UNNORMALISED = """llama.cpp divides the chosen experts' probabilities by their sum, which this model does not
+(`norm_topk_prob`): what it makes of this directory is another model."""
 
 _LOAD = """## How to load it
 
@@ -20,21 +30,20 @@ inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))
 ```
 
-vLLM takes the directory as it is. llama.cpp converts it with `convert_hf_to_gguf.py`; run the result with
-`--override-kv tokenizer.ggml.add_space_prefix=bool:false`, for that converter does not copy the setting and
-llama.cpp would put a space before the prompt.
+{other_readers}
 
 No begin token is added; the end token separates documents, as in training. Text that spells a special token
 is encoded as text (`split_special_tokens`); append `tokenizer.eos_token_id` by its id where it is wanted.
 """
 
 
-def cache_bytes(attention: Attention) -> dict[str, int]:
+def cache_bytes(model: Model) -> dict[str, int]:
     """KV cache in bytes per token per layer, bfloat16: of this model and of others with its query heads."""
+    attention = served_attention(model)
     heads = attention.num_attention_heads
     compared = {f"gqa_{_COMPARED_KV_HEADS}": _COMPARED_KV_HEADS, "mha": heads}
     return {"this_model": kv_cache_bytes(attention, "bfloat16")} | {
-        name: kv_cache_bytes(_grouped(attention, kv_heads), "bfloat16")
+        name: kv_cache_bytes(_with_kv_heads(attention, kv_heads), "bfloat16")
         for name, kv_heads in compared.items()
         if kv_heads <= heads
     }
@@ -42,7 +51,8 @@ def cache_bytes(attention: Attention) -> dict[str, int]:
 
 def model_card(report: dict[str, Any], recipe: Recipe) -> str:
     """README.md from the report of an export."""
-    attention, source = recipe.model.attention, report["source"]
+    model, source = recipe.model, report["source"]
+    stock, attention = stock_class(model, source["run"]), served_attention(model)
     kind = "folded virtual head attention" if report["folded"] else "grouped-query attention"
     sizes = f"{attention.num_attention_heads} query heads on {attention.num_key_value_heads} key/value heads"
     return f"""---
@@ -50,16 +60,16 @@ library_name: transformers
 pipeline_tag: text-generation
 tags:
 - vha-paddle
-- qwen3
+- {stock.model_type}
 ---
 
 # {source["run"]}
 
 A decoder of the Qwen3 architecture with {kind}: {sizes}
-of width {attention.head_dim}, {recipe.model.num_hidden_layers} layers, {report["parameters"]:,} parameters in
-{report["dtype"]}. It is a stock `Qwen3ForCausalLM`: it needs no code of its own.
+of width {attention.head_dim}, {model.num_hidden_layers} layers, {report["parameters"]:,} parameters in
+{report["dtype"]}.{_layers(model)} It is a stock `{stock.architecture}`: it needs no code of its own.
 
-{_LOAD}
+{_LOAD.format(other_readers=_other_readers(model))}
 ## Where it came from
 
 | | |
@@ -72,13 +82,34 @@ of width {attention.head_dim}, {recipe.model.num_hidden_layers} layers, {report[
 
 {_fold(report)}
 {_verification(report)}
-{_cache(report)}
+{_cache(report, model)}
 ## Recipe
 
 ```yaml
 {recipe_to_yaml(recipe).strip()}
 ```
 """
+
+
+def _layers(model: Model) -> str:
+    """What is not alike in all layers, or not one MLP."""
+    sliding, experts = model.sliding_window, model.experts
+    text = ""
+    if sliding is not None:
+        text += (
+            f" Of each {sliding.full_every} layers the last sees all, the others the last {sliding.window:,} tokens."
+        )
+    if experts is not None:
+        text += f" Each layer has {experts.num_experts} experts, of which a token uses {experts.num_experts_per_tok}."
+    return text
+
+
+def _other_readers(model: Model) -> str:
+    if model.sliding_window is not None:
+        return _WINDOWS
+    if model.experts is not None and not model.experts.norm_topk_prob:
+        return f"vLLM takes the directory as it is. {_UNNORMALISED}"
+    return f"vLLM takes the directory as it is. {_LLAMA_CPP}"
 
 
 def _fold(report: dict[str, Any]) -> str:
@@ -116,22 +147,31 @@ Logits of these files, computed in float32, against the checkpoint's at {figures
 | largest logit of the checkpoint | {figures["scale"]:.3e} |
 | largest difference / largest logit | {figures["relative"]:.3e}, allowed {figures["bound"]:.1e} |
 | positions with the same first choice | {figures["top1_agreement"]:.2%} |
+{_experts_agree(figures)}"""
+
+
+def _experts_agree(figures: dict[str, Any]) -> str:
+    share = figures["expert_agreement"]
+    if share is None:
+        return ""
+    return f"""| choices of experts that are the same | {share:.2%} |
+
+The logits are compared with the experts that the checkpoint chose, for a near tie between two experts falls either
+way by round-off.
 """
 
 
-def _cache(report: dict[str, Any]) -> str:
+def _cache(report: dict[str, Any], model: Model) -> str:
     sizes = report["kv_cache_bytes_per_token_per_layer"]
     names = {"this_model": "this model" + (", before and after the fold" if report["folded"] else "")}
     names |= {f"gqa_{_COMPARED_KV_HEADS}": f"GQA with {_COMPARED_KV_HEADS} key/value heads"}
     names |= {"mha": "MHA (as many key/value heads as query heads)"}
     rows = "\n".join(f"| {names[name]} | {size:,} |" for name, size in sizes.items())
-    return f"## KV cache\n\n| | bytes per token per layer, bfloat16 |\n|---|---|\n{rows}\n"
+    table = f"## KV cache\n\n| | bytes per token per layer, bfloat16 |\n|---|---|\n{rows}\n"
+    if model.sliding_window is None:
+        return table
+    return f"{table}\nA sliding layer needs no more than its last {model.sliding_window.window:,} tokens.\n"
 
 
-def _grouped(attention: Attention, num_kv_heads: int) -> GroupedAttention:
-    return GroupedAttention(
-        kind="grouped",
-        num_attention_heads=attention.num_attention_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=attention.head_dim,
-    )
+def _with_kv_heads(attention: GroupedAttention, num_kv_heads: int) -> GroupedAttention:
+    return attention.model_copy(update={"num_key_value_heads": num_kv_heads})

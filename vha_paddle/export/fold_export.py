@@ -13,12 +13,13 @@ import vha_paddle
 from vha_paddle.checkpoint import layout
 from vha_paddle.checkpoint.layout import Checkpoint
 from vha_paddle.checkpoint.logical import LogicalTensors
-from vha_paddle.config import VirtualHeadAttention
+from vha_paddle.config import Model
 from vha_paddle.counts import parameters
 from vha_paddle.errors import RunError, UserError
 from vha_paddle.export.card import cache_bytes, model_card
 from vha_paddle.export.config import ExportDtype, write_json
-from vha_paddle.export.plan import NUMPY_DTYPES, PlannedTensor, decoder_shape, plan_export
+from vha_paddle.export.plan import NUMPY_DTYPES, PlannedTensor, plan_export
+from vha_paddle.export.stock import stock_class
 from vha_paddle.export.tokenizer import TokenizerExport
 from vha_paddle.export.verify import Verification
 from vha_paddle.export.writer import (
@@ -29,8 +30,8 @@ from vha_paddle.export.writer import (
     output_directory,
     write_hf_model,
 )
-from vha_paddle.fold import fold_state
-from vha_paddle.names import DecoderShape, account, check_shape, expected_tensors, to_hf
+from vha_paddle.fold import check_foldable, copy_state, fold_state
+from vha_paddle.names import account, check_shape, expected_tensors, to_hf
 from vha_paddle.tensor_file import DTYPE_NAMES
 
 _FLOATING = ("F64", "F32", "F16", "BF16")
@@ -44,9 +45,13 @@ class Source:
     """A checkpoint known to be exportable: intact, of the right kind, with exactly the model's tensors."""
 
     checkpoint: Checkpoint
-    shape: DecoderShape
     tensors: LogicalTensors
     tokenizer: TokenizerExport
+
+    @property
+    def model(self) -> Model:
+        """As it was trained."""
+        return self.checkpoint.recipe.model
 
 
 def open_source(checkpoint: Path, plain: bool) -> Source:
@@ -57,26 +62,26 @@ def open_source(checkpoint: Path, plain: bool) -> Source:
         plain: whether a model without Premix and Postmix is meant, which is exported as it is.
 
     Raises:
-        UserError: no checkpoint, a damaged one, one whose kind does not go with `plain`, tensors missing or
-            unexpected, or a tokenizer that does not convert.
+        UserError: no checkpoint, a damaged one, a model that no stock class computes or whose maps do not fold, one
+            whose kind does not go with `plain`, tensors missing or unexpected, or a tokenizer that does not convert.
     """
     if (checkpoint / REPORT_FILE).is_file():
         raise UserError(f"{checkpoint}: is an export, folded already; give the checkpoint it came from")
     opened = layout.open_checkpoint(checkpoint)
     model = opened.recipe.model
-    has_maps = isinstance(model.attention, VirtualHeadAttention)
-    if not has_maps and not plain:
+    stock_class(model, str(opened.path))
+    check_foldable(model, str(opened.path))
+    if not model.has_maps and not plain:
         raise UserError(
             f"{opened.path}: model.attention.kind={model.attention.kind} is plain already, nothing to fold; "
             "add --plain to export it as it is"
         )
-    if has_maps and plain:
+    if model.has_maps and plain:
         raise UserError(
-            f"{opened.path}: model.attention.kind={model.attention.kind} holds Premix and Postmix, which no "
-            "stock model does; drop --plain to fold them"
+            f"{opened.path}: layers of kind=vha hold Premix and Postmix, which no stock model does; drop --plain to "
+            "fold them"
         )
-    tensors, shape = opened.model_tensors(), decoder_shape(model)
-    expected = expected_tensors(shape)
+    tensors, expected = opened.model_tensors(), expected_tensors(model)
     account(tensors, expected, str(tensors.path))
     for name, entry in tensors.entries.items():
         check_shape(name, entry.shape, expected[name], str(tensors.path))
@@ -88,7 +93,7 @@ def open_source(checkpoint: Path, plain: bool) -> Source:
             f"{opened.tokenizer_path}: {tokenizer.special.vocab_size} ids, more than model.vocab_size="
             f"{model.vocab_size}; the tokenizer belongs to another model"
         )
-    return Source(opened, shape, tensors, tokenizer)
+    return Source(opened, tensors, tokenizer)
 
 
 def export_checkpoint(
@@ -122,17 +127,14 @@ def export_checkpoint(
     source = open_source(checkpoint, plain)
     if out.resolve().is_relative_to(source.checkpoint.path.resolve()):
         raise UserError(f"{out}: lies inside the checkpoint; name a directory outside it")
-    model, planned = source.checkpoint.recipe.model, plan_export(source.shape, dtype)
+    planned = plan_export(source.model, dtype)
     try:
         with output_directory(out, overwrite) as directory:
             stream = _hf_tensors(source, dtype)
-            write_hf_model(directory, model, planned, stream, source.tokenizer, max_shard_bytes, progress)
+            write_hf_model(directory, source.model, planned, stream, source.tokenizer, max_shard_bytes, progress)
             verification = verify(source.checkpoint.path, directory) if verify is not None else None
-            if verification is not None and not verification.passed:
-                raise RunError(
-                    f"verification failed: logits differ by {verification.relative:.2e} of the largest, the "
-                    f"bound for {dtype} is {verification.bound:.1e}; nothing was kept"
-                )
+            if verification is not None and verification.fault is not None:
+                raise RunError(f"verification failed in {dtype}: {verification.fault}; nothing was kept")
             report = _report(source, planned, directory, verification)
             write_json(directory / REPORT_FILE, report)
             card = model_card(report, source.checkpoint.recipe)
@@ -169,25 +171,15 @@ class _State(Mapping[str, np.ndarray]):
 
 def _hf_tensors(source: Source, dtype: ExportDtype) -> Iterator[tuple[str, np.ndarray]]:
     """The exported tensors, folded if there are maps, one at a time in the order of the plan."""
-    state, numpy_dtype, where = _State(source.tensors), NUMPY_DTYPES[dtype], str(source.tensors.path)
-    if source.shape.kind == "vha":
-        tensors = fold_state(state, source.shape, numpy_dtype, where)
-    else:
-        names = expected_tensors(source.shape)
-        tensors = ((name, _converted(name, state[name], numpy_dtype, where)) for name in names)
-    for name, array in tensors:
-        yield to_hf(name, array)
+    convert = fold_state if source.model.has_maps else copy_state
+    state = _State(source.tensors)
+    for name, array in convert(state, source.model, NUMPY_DTYPES[dtype], str(source.tensors.path)):
+        yield from to_hf(name, array)
 
 
-def _converted(name: str, array: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
-    """One tensor that is not folded, in `dtype`; refuses what the fold refuses."""
-    if not np.isfinite(array).all():
-        raise UserError(f"{where}: {name} holds values that are not finite; use an earlier checkpoint")
-    with np.errstate(over="ignore"):  # refused in the next lines, by name
-        result = array.astype(dtype, copy=False)
-    if not np.isfinite(result).all():
-        raise UserError(f"{where}: {name} exceeds the range of {dtype.name}; choose bfloat16 or float32")
-    return result
+def _kinds(model: Model) -> str:
+    """The attention that was trained: its kind, or both of a hybrid's."""
+    return " and ".join(dict.fromkeys(attention.kind for attention in model.attentions))
 
 
 def _report(
@@ -209,7 +201,7 @@ def _report(
             "seed": state.seed,
             "vha_paddle": state.version,
             "manifest_sha256": layout.sha256_of(source.checkpoint.path / layout.MANIFEST_FILE),
-            "attention": source.shape.kind,
+            "attention": _kinds(source.model),
             "parameters": parameters(recipe.model).total,
         },
         "dtype": dtype,
@@ -217,7 +209,7 @@ def _report(
         "tensors": len(planned),
         "bytes": served,
         "folded": {tensor.name: list(tensor.sources) for tensor in folded},
-        "kv_cache_bytes_per_token_per_layer": cache_bytes(recipe.model.attention),
+        "kv_cache_bytes_per_token_per_layer": cache_bytes(source.model),
         "verification": verification.figures() if verification is not None else None,
         "files": {
             path.name: {"bytes": path.stat().st_size, "sha256": layout.sha256_of(path)}

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from vha_paddle.config import Model, VirtualHeadAttention
+from vha_paddle.config import Model
+from vha_paddle.counts import folded
 from vha_paddle.export.config import ExportDtype
-from vha_paddle.names import POSTMIX_A, POSTMIX_B, PREMIX, DecoderShape, expected_tensors, to_hf
+from vha_paddle.names import POSTMIX_A, POSTMIX_B, PREMIX, expected_tensors, hf_tensors
 
 NUMPY_DTYPES: dict[ExportDtype, np.dtype] = {
     "float32": np.dtype(np.float32),
@@ -27,9 +28,10 @@ class PlannedTensor:
     """One tensor of the exported model."""
 
     name: str
-    """As Hugging Face's Qwen3 calls it."""
+    """As Hugging Face's Qwen3 or Qwen3-MoE calls it."""
     sources: tuple[str, ...]
-    """The checkpoint's tensors that it is made of; more than one where something is folded into it."""
+    """The checkpoint's tensors that it is made of; more than one where something is folded into it. An expert's is
+    the one that holds all experts of the layer."""
     shape: tuple[int, ...]
     """On disk there: linear weights are [out, in]."""
     dtype: ExportDtype
@@ -39,40 +41,21 @@ class PlannedTensor:
         return math.prod(self.shape) * NUMPY_DTYPES[self.dtype].itemsize
 
 
-def decoder_shape(model: Model) -> DecoderShape:
-    """The names and shapes of the recipe's model as it was trained."""
-    attention = model.attention
-    rank = attention.postmix_rank if isinstance(attention, VirtualHeadAttention) else 0
-    return DecoderShape(
-        kind=attention.kind,
-        num_hidden_layers=model.num_hidden_layers,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        vocab_size=model.vocab_size,
-        num_attention_heads=attention.num_attention_heads,
-        num_key_value_heads=attention.num_key_value_heads,
-        head_dim=attention.head_dim,
-        premix=isinstance(attention, VirtualHeadAttention),
-        postmix_rank=rank,
-        tie_word_embeddings=model.tie_word_embeddings,
-    )
-
-
-def plan_export(shape: DecoderShape, dtype: ExportDtype) -> list[PlannedTensor]:
+def plan_export(model: Model, dtype: ExportDtype) -> list[PlannedTensor]:
     """Every tensor of the exported model, in the order in which it is written.
 
     Args:
-        shape: the checkpoint's model, folded or not.
+        model: the checkpoint's, as it was trained.
     """
-    trained = expected_tensors(shape)
+    trained = expected_tensors(model)
     planned = []
-    for name, canonical_shape in expected_tensors(shape.folded()).items():
+    for name, shape in expected_tensors(folded(model)).items():
         layer, _, short_name = name.rpartition(".self_attn.")
         maps = (f"{layer}.self_attn.{each}" for each in _FOLDED_INTO.get(short_name, ()))
-        # Elements of no bytes: `to_hf` alone knows the orientation there, and this asks it at no cost.
-        hf_name, stand_in = to_hf(name, np.empty(canonical_shape, "V0"))
         sources = (name, *(each for each in maps if each in trained))
-        planned.append(PlannedTensor(hf_name, sources, stand_in.shape, dtype))
+        planned += [
+            PlannedTensor(hf_name, sources, hf_shape, dtype) for hf_name, hf_shape in hf_tensors(name, shape).items()
+        ]
     return planned
 
 

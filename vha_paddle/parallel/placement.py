@@ -57,6 +57,11 @@ class Placement:
         assert axis != 0, "the first axis is the expert ranks' to divide"
         return cls(shape, shape, axis, by_expert=True)
 
+    def of_one_expert(self) -> Placement:
+        """How the tensor ranks hold one of the matrices of `experts`."""
+        assert self.by_expert and self.axis is not None
+        return Placement.split(self.shape[1:], self.axis - 1)
+
     def box(self, seat: Seat) -> tuple[tuple[int, int], ...]:
         """[start, stop) of what a rank holds, on each axis of the view."""
         held = [(0, size) for size in self.view]

@@ -170,10 +170,20 @@ class Scope:
         parameter.no_sync = placement.by_expert
         if not parameter._is_initialized():
             return  # under paddle.LazyGuard: a model of any size, for its shapes
-        logical = initializer.draw(generator_for(self.seed, full_name), placement.shape)
-        local = placement.slice_of(logical, self.mesh.seat)
-        value = paddle.to_tensor(np.ascontiguousarray(local))
+        value = paddle.to_tensor(np.ascontiguousarray(self._drawn(full_name, placement, initializer)))
         parameter.set_value(value.astype(parameter.dtype))
+
+    def _drawn(self, name: str, placement: Placement, initializer: Initializer) -> np.ndarray[Any, Any]:
+        """The initial values of what this rank holds."""
+        seat = self.mesh.seat
+        if not placement.by_expert:
+            logical = initializer.draw(generator_for(self.seed, name), placement.shape)
+            return placement.slice_of(logical, seat)
+        # each expert from a name of its own, so that a rank draws those that it holds and not all of a large model's
+        first, last = placement.box(seat)[0]
+        one = placement.of_one_expert()
+        drawn = (initializer.draw(generator_for(self.seed, f"{name}.{i}"), one.shape) for i in range(first, last))
+        return np.stack([one.slice_of(logical, seat) for logical in drawn])
 
 
 def _zeros() -> paddle.ParamAttr:
