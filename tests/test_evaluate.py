@@ -135,6 +135,41 @@ def test_an_export_verifies_in_every_dtype(model: dict[str, Any], dtype: ExportD
     assert (result.expert_agreement is None) == (model is not SMALL_MIXTURE)
 
 
+def test_a_lost_postmix_that_has_learned_little_does_not_verify_in_bfloat16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it moves is far below the rounding of the files, so it must be seen before they are rounded."""
+    recipe = small_recipe(SMALL_VHA)
+    weights = trained_weights(recipe)
+    for name in [name for name in weights if name.endswith("postmix_b")]:
+        weights[name] *= np.float32(1e-3)
+    path = tmp_path / "run" / "checkpoints" / "step-00000007"
+    checkpoint = write_checkpoint(path, recipe, weights, small_tokenizer())
+    export_checkpoint(checkpoint, tmp_path / "right", "bfloat16")
+    assert verify_export(checkpoint, tmp_path / "right").passed
+    monkeypatch.setattr("vha_paddle.fold.postmix_matrix", lambda a, b: np.eye(len(a)))
+    export_checkpoint(checkpoint, tmp_path / "wrong", "bfloat16")
+    result = verify_export(checkpoint, tmp_path / "wrong")
+    assert result.relative <= result.bound and not result.passed
+    assert "before rounding, logits differ" in str(result.fault)
+
+
+@pytest.mark.parametrize(("factor", "passed"), [(1 + 2.0**-10, True), (1 + 2.0**-6, False)])
+def test_a_weight_that_is_not_the_fold_rounded_does_not_verify(factor: float, passed: bool, tmp_path: Path) -> None:
+    made = make(tmp_path, SMALL_VHA, "bfloat16")
+    name = "model.layers.0.self_attn.o_proj.weight"
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        changed = tensors[name].astype(np.float32)
+        changed[3, 2] *= factor
+        tensors[name] = changed.astype(tensors[name].dtype)
+
+    _edit_weights(made.directory, change)
+    result = verify_export(made.checkpoint, made.directory)
+    assert result.relative <= result.bound
+    assert result.passed == passed, result.figures()
+
+
 def _reversed_experts(tensors: dict[str, np.ndarray]) -> None:
     last = SMALL_MIXTURE["experts"]["num_experts"] - 1
     for name in [name for name in tensors if ".experts.0." in name]:
@@ -306,6 +341,7 @@ def test_a_damaged_export_is_refused_by_name(
         ("hybrid", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types: only one full layer"),
         ("hybrid", {"layer_types": ["sliding_attention"] * 4}, "layer_types: only one full layer"),
         ("hybrid", {"layer_types": ["sliding_attention", *["full_attention"] * 3]}, "layer_types: only one full layer"),
+        ("hybrid", {"layer_types": 5}, "config.json: not a Qwen3 configuration"),
         ("mixture", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]: only \[\]"),
         ("mixture", {"decoder_sparse_step": 2}, "decoder_sparse_step=2: only 1"),
         ("mixture", {"use_sliding_window": True}, "use_sliding_window=true: only false"),

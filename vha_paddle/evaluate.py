@@ -13,12 +13,15 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 
-from vha_paddle.checkpoint.layout import open_checkpoint
+from vha_paddle.checkpoint.layout import TOKENIZER_FILE, open_checkpoint, sha256_of
 from vha_paddle.checkpoint.load import device_tensor, load_parameters, router_state
 from vha_paddle.config import Model
+from vha_paddle.counts import folded
 from vha_paddle.data.loader import ValidationWindows
+from vha_paddle.export.config import ExportDtype
+from vha_paddle.export.fold_export import folded_tensors
 from vha_paddle.export.reader import CONFIG_FILE, read_hf_model, read_hf_tensors
-from vha_paddle.export.verify import Logits, Verification, random_tokens, verify_logits
+from vha_paddle.export.verify import ROUNDING, Logits, Verification, random_tokens, verify_logits
 from vha_paddle.model.balance import Balance
 from vha_paddle.model.decoder import Decoder, build_decoder
 from vha_paddle.model.microbatch import Microbatch, microbatches_of
@@ -43,6 +46,15 @@ def load_model(path: Path) -> Decoder:
     return model
 
 
+def tokenizer_digest(path: Path) -> str | None:
+    """sha256 of the tokenizer that belongs to what `load_model` finds at `path`; None where a directory that was
+    exported elsewhere holds none."""
+    if not (path / CONFIG_FILE).is_file():
+        return sha256_of(open_checkpoint(path).tokenizer_path)
+    tokenizer = path / TOKENIZER_FILE
+    return sha256_of(tokenizer) if tokenizer.is_file() else None
+
+
 def model_logits(path: Path) -> Logits:
     """Tokens `[B, S]` to logits `[B, S, V]` of what `load_model` finds at `path`; a checkpoint is not folded."""
     return _logits_of(load_model(path))
@@ -52,7 +64,20 @@ def verify_export(checkpoint: Path, exported: Path) -> Verification:
     """Compare an exported directory with its checkpoint on random tokens, as `export/verify.py` describes."""
     values = json.loads((exported / CONFIG_FILE).read_text(encoding="utf-8"))
     tokens_BS = random_tokens(values["vocab_size"], values["max_position_embeddings"])
-    reference, other = load_model(checkpoint), load_model(exported)
+    reference, files = load_model(checkpoint), load_model(exported)
+    result = _compared(reference, files, tokens_BS, values["dtype"])
+    if values["dtype"] == "float32":
+        return result
+    unrounded = _load_folded(checkpoint)
+    return replace(
+        result,
+        fold_relative=_compared(reference, unrounded, tokens_BS, "float32").relative,
+        largest_rounding=_largest_rounding(files, unrounded, *ROUNDING[values["dtype"]]),
+    )
+
+
+def _compared(reference: Decoder, other: Decoder, tokens_BS: np.ndarray[Any, Any], dtype: ExportDtype) -> Verification:
+    """The two models' logits; in a mixture both use the experts that the reference chooses."""
     agreement = None
     if reference.balance is not None and other.balance is not None:
         recorded = _Recorded(reference.balance)
@@ -60,7 +85,18 @@ def verify_export(checkpoint: Path, exported: Path) -> Verification:
         _put_in_place(reference, recorded)
         _put_in_place(other, steered)
         agreement = steered.mean_agreement
-    return verify_logits(_logits_of(reference), _logits_of(other), tokens_BS, values["dtype"], agreement)
+    return verify_logits(_logits_of(reference), _logits_of(other), tokens_BS, dtype, agreement)
+
+
+def _largest_rounding(files: Decoder, unrounded: Decoder, relative: float, absolute: float) -> float:
+    """Largest difference of a weight, over the largest that rounding makes."""
+    exact = unrounded.named_tensors()
+    largest = 0.0
+    for name, parameter in files.named_tensors().items():
+        value = exact[name].numpy().astype(np.float64)
+        difference = np.abs(parameter.numpy() - value) / np.maximum(relative * np.abs(value), absolute)
+        largest = max(largest, float(difference.max()))
+    return largest
 
 
 class _Recorded(Balance):
@@ -145,6 +181,17 @@ def mean_loss(model: Decoder, batches: Iterable[tuple[np.ndarray[Any, Any], np.n
         total += float(model.sequence_losses(microbatches_of(tokens_BS, labels_BS, 0, len(tokens_BS), Mesh())).sum())
         count += tokens_BS.size
     return total / count
+
+
+def _load_folded(path: Path) -> Decoder:
+    """The checkpoint at `path`, folded, in float32."""
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.recipe.model
+    model = _new_decoder(folded(config))
+    parameters = model.named_tensors()
+    for name, array in folded_tensors(checkpoint.model_tensors(), config, "float32"):
+        parameters[name].set_value(array)
+    return model
 
 
 def _load_exported(path: Path) -> Decoder:

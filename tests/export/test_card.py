@@ -67,6 +67,7 @@ def test_the_recipe_in_the_card_is_the_one_that_was_trained(card: str, exported:
 def test_the_figures_of_a_verification_are_in_the_card(exported: Exported) -> None:
     figures = {"num_tokens": 256, "max_abs_difference": 3e-6, "mean_abs_difference": 4e-7, "scale": 12.0}
     figures |= {"relative": 2.5e-7, "top1_agreement": 0.9975, "bound": 1e-5, "expert_agreement": None, "passed": True}
+    figures |= {"fold_relative": 6.25e-7}
     card = model_card(exported.report | {"verification": figures}, exported.recipe)
     for fact in (
         "at 256 positions",
@@ -74,6 +75,7 @@ def test_the_figures_of_a_verification_are_in_the_card(exported: Exported) -> No
         "4.000e-07",
         "1.200e+01",
         "2.500e-07, allowed 1.0e-05",
+        "before rounding to these files' dtype | 6.250e-07, allowed 1.0e-05",
         "99.75%",
     ):
         assert fact in card, fact
@@ -111,6 +113,7 @@ def test_the_card_of_a_mixture_says_where_its_probabilities_are_divided_without_
 def test_the_share_of_equal_choices_of_experts_is_in_the_card(exported: Exported) -> None:
     figures = {"num_tokens": 256, "max_abs_difference": 3e-6, "mean_abs_difference": 4e-7, "scale": 12.0}
     figures |= {"relative": 2.5e-7, "top1_agreement": 0.9975, "bound": 1e-5, "expert_agreement": 0.98765}
+    figures |= {"fold_relative": None}
     assert "98.77%" in model_card(exported.report | {"verification": figures}, exported.recipe)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from vha_paddle.config import GroupedAttention, Model, Recipe, recipe_to_yaml
 from vha_paddle.counts import kv_cache_bytes
 from vha_paddle.export.stock import served_attention, stock_class
+from vha_paddle.export.verify import BOUNDS
 
 _COMPARED_KV_HEADS = 8  # the usual grouped-query model
 
@@ -147,7 +148,14 @@ Logits of these files, computed in float32, against the checkpoint's at {figures
 | largest logit of the checkpoint | {figures["scale"]:.3e} |
 | largest difference / largest logit | {figures["relative"]:.3e}, allowed {figures["bound"]:.1e} |
 | positions with the same first choice | {figures["top1_agreement"]:.2%} |
-{_experts_agree(figures)}"""
+{_before_rounding(figures)}{_experts_agree(figures)}"""
+
+
+def _before_rounding(figures: dict[str, Any]) -> str:
+    relative = figures["fold_relative"]
+    if relative is None:
+        return ""
+    return f"| the same before rounding to these files' dtype | {relative:.3e}, allowed {BOUNDS['float32']:.1e} |\n"
 
 
 def _experts_agree(figures: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from vha_paddle.export.config import ExportDtype, write_json
 from vha_paddle.export.plan import NUMPY_DTYPES, PlannedTensor, plan_export
 from vha_paddle.export.stock import stock_class
 from vha_paddle.export.tokenizer import TokenizerExport
-from vha_paddle.export.verify import Verification
+from vha_paddle.export.verify import BOUNDS, Verification
 from vha_paddle.export.writer import (
     MAX_SHARD_BYTES,
     REPORT_FILE,
@@ -150,7 +150,10 @@ def describe_report(report: dict[str, Any], out: Path) -> str:
     figures = report["verification"]
     if figures is None:
         return f"{line}; logits not compared (--verify)"
-    return f"{line}\nlogits differ by {figures['relative']:.2e} of the largest, allowed {figures['bound']:.1e}"
+    line += f"\nlogits differ by {figures['relative']:.2e} of the largest, allowed {figures['bound']:.1e}"
+    if figures["fold_relative"] is not None:
+        line += f"; before rounding by {figures['fold_relative']:.2e}, allowed {BOUNDS['float32']:.1e}"
+    return line
 
 
 class _State(Mapping[str, np.ndarray]):
@@ -169,11 +172,15 @@ class _State(Mapping[str, np.ndarray]):
         return len(self._tensors.entries)
 
 
+def folded_tensors(tensors: LogicalTensors, model: Model, dtype: ExportDtype) -> Iterator[tuple[str, np.ndarray]]:
+    """A checkpoint's tensors under our names, folded if `model` has maps, one at a time in the order of the plan."""
+    convert = fold_state if model.has_maps else copy_state
+    yield from convert(_State(tensors), model, NUMPY_DTYPES[dtype], str(tensors.path))
+
+
 def _hf_tensors(source: Source, dtype: ExportDtype) -> Iterator[tuple[str, np.ndarray]]:
-    """The exported tensors, folded if there are maps, one at a time in the order of the plan."""
-    convert = fold_state if source.model.has_maps else copy_state
-    state = _State(source.tensors)
-    for name, array in convert(state, source.model, NUMPY_DTYPES[dtype], str(source.tensors.path)):
+    """The exported tensors."""
+    for name, array in folded_tensors(source.tensors, source.model, dtype):
         yield from to_hf(name, array)
 
 

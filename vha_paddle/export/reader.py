@@ -63,7 +63,7 @@ def read_hf_model(directory: Path) -> Model:
         )
     except KeyError as error:
         raise UserError(f"{path}: {error.args[0]} is missing; export the model again") from None
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise UserError(f"{path}: not a Qwen3 configuration ({' '.join(str(error).split())})") from None
 
 
