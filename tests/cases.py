@@ -42,6 +42,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sharding_2_expert_2": {"sharding": 2, "expert": 2},
     "sharding_4_expert_2": {"sharding": 4, "expert": 2},
     "sharding_2_stage_3_expert_2": {"sharding": 2, "sharding_stage": 3, "expert": 2},
+    "sharding_4_stage_3_expert_2": {"sharding": 4, "sharding_stage": 3, "expert": 2},
     "data_2_sharding_2_expert_2": {"data": 2, "sharding": 2, "expert": 2},
     "tensor_2_sharding_2_expert_2": {"tensor": 2, "sharding": 2, "expert": 2},
     "pipeline_2_sharding_2_expert_2": {"pipeline": 2, "sharding": 2, "expert": 2},
@@ -61,6 +62,7 @@ NUM_STEPS = 5
 SEQUENCE, GLOBAL_BATCH, MICRO_BATCH = 8, 8, 2
 VOCAB, HIDDEN, INTERMEDIATE, HEAD_DIM = 56, 24, 32, 6
 ROPE_THETA = 100.0
+NORM_EPS = 1e-2  # so large that a norm with another one shows
 # AdamW divides a gradient by its own size, so where the gradient is round-off its direction is too; in float32 that
 # moves weights by 1e-5 of their size with the usual 1e-8. In float64 the layouts agree to 1e-10 either way.
 ADAM_EPS = 1e-6
@@ -143,6 +145,7 @@ class Case:
                     "num_hidden_layers": self.layers,
                     "hidden_dropout": self.dropout,
                     "rope_theta": ROPE_THETA,
+                    "rms_norm_eps": NORM_EPS,
                     "tie_word_embeddings": self.tied,
                     "attention": {key: value for key, value in attention.items() if value is not None},
                     **self.model,
@@ -175,6 +178,7 @@ def oracle_attention(
         num_key_value_heads=attention.num_key_value_heads,
         head_dim=attention.head_dim,
         rope_theta=rope_theta,
+        rms_norm_eps=NORM_EPS,
         window=window,
     )
     if not isinstance(attention, VirtualHeadAttention):

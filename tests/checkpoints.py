@@ -30,6 +30,8 @@ SMALL_MODEL: dict[str, Any] = {
     "num_hidden_layers": 2,
     "max_position_embeddings": 64,
     "rope_theta": 3e4,
+    "rms_norm_eps": 1e-3,
+    "initializer_range": 0.03,
     "tie_word_embeddings": True,
 }
 SMALL_VHA = {
@@ -42,7 +44,12 @@ SMALL_VHA = {
 SMALL_GROUPED = {"kind": "grouped", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
 
 
-SMALL_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+SMALL_EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "router_aux_loss_coef": 2e-3,
+}
 # Of 4 layers the second and the last see all, and the window is shorter than every test's sequence.
 SMALL_HYBRID = {"num_hidden_layers": 4, "sliding_window": {"window": 5, "full_every": 2}}
 SMALL_MIXTURE = {"intermediate_size": None, "experts": SMALL_EXPERTS}

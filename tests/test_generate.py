@@ -350,6 +350,22 @@ def test_the_tool_reports_json_with_the_bytes_of_the_cache(gqa: Case, exported: 
     }
 
 
+def test_the_tool_writes_no_more_than_the_models_positions_allow(gqa: Case, exported: ExportedModel) -> None:
+    room = exported.max_positions - len(exported.encode(PROMPT))
+    assert room < 100  # what is written by default where there is room
+    arguments = [str(gqa.directory), "--prompt", PROMPT, "--temperature", "0"]
+    result = run_tool(*arguments, "--json")
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert len(found["tokens"]) == room or found["stopped"] == "end"
+    cache = exported.decoder(len(exported.encode(PROMPT)), room).cache_figures()
+    assert found["kv_cache"] == cache
+    too_many = run_tool(*arguments, "--max-new-tokens", "100")
+    assert too_many.returncode == 2 and "max_new_tokens=100 after a prompt of" in too_many.stderr
+    full = run_tool(str(gqa.directory), "--prompt", PROMPT * 20)
+    assert full.returncode == 2 and "at most max_position_embeddings=64 are possible" in full.stderr
+
+
 def test_the_tool_ends_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
     for arguments in ([str(tmp_path)], [str(tmp_path), "--temperature", "-1"]):
         result = run_tool(*arguments)

@@ -69,8 +69,8 @@ def test_only_maps_are_found_by_name() -> None:
 
 
 def test_a_record_has_a_place_for_each_layer_with_maps() -> None:
-    record = record_of({3: premix_figures(PREMIX), 1: postmix_figures(A, B)})
-    assert record["layer"] == [1, 3]
+    record = record_of({10: premix_figures(PREMIX), 2: postmix_figures(A, B)})
+    assert record["layer"] == [2, 10]
     assert record["premix_distance"] == [None, premix_figures(PREMIX)["premix_distance"]]
     assert record["postmix_rank"] == [postmix_figures(A, B)["postmix_rank"], None]
 

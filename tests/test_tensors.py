@@ -10,6 +10,7 @@ import pytest
 
 from tests.cases import CASES, Case
 from vha_paddle.model.decoder import build_decoder
+from vha_paddle.names import VHA_MAPS
 from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.parallel.placement import Placement, info_of
 from vha_paddle.tensors import Held, embedding_tensor, end_tensors, layer_tensors, model_tensors
@@ -56,6 +57,17 @@ def test_the_table_is_what_is_built(case: Case, degree: int) -> None:
         assert [placement.shape for placement in placements] == [spec.shape for spec in expected]
         assert [held(placement) for placement in placements] == [spec.held for spec in expected]
         assert [parameter.size for parameter in built] == [spec.local_size(degree) for spec in expected]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_matrices_decay_gains_do_not_and_maps_as_the_recipe_says(case: Case) -> None:
+    with paddle.LazyGuard():
+        built = build_decoder(case.recipe().model, Mesh(), seed=0).parameters()
+    for parameter in built:
+        info = info_of(parameter)
+        short = info.name.rpartition(".")[2]
+        expected = "gain" if parameter.ndim == 1 else short.partition("_")[0] if short in VHA_MAPS else "matrix"
+        assert info.decay == expected, info.name
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -15,6 +15,8 @@ from vha_paddle.errors import run_tool
 from vha_paddle.host import prepare_process
 from vha_paddle.sampling import Sampling
 
+MAX_NEW_TOKENS = 100
+
 EPILOG = """\
 examples:
   a checkpoint is exported first:  python tools/fold_export.py runs/quickstart exported/quickstart
@@ -38,7 +40,12 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("model", type=Path, metavar="MODEL_DIR", help="what tools/fold_export.py made")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue; default: none")
-    parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help=f"default: {MAX_NEW_TOKENS}, or as many as fit into the model's max_position_embeddings after the prompt",
+    )
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: greedy; default: %(default)s")
     parser.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens; default: all")
     parser.add_argument(
@@ -65,7 +72,12 @@ def main() -> None:
     set_compute_threads()
     model = ExportedModel.load(arguments.model)
     prompt = model.encode(arguments.prompt)
-    decoder = model.decoder(len(prompt), arguments.max_new_tokens)
+    max_new_tokens = arguments.max_new_tokens
+    if max_new_tokens is None:
+        max_new_tokens = max(
+            1, min(MAX_NEW_TOKENS, model.max_positions - len(prompt))
+        )  # a full prompt is refused below
+    decoder = model.decoder(len(prompt), max_new_tokens)
 
     def show(text: str) -> str:
         if not arguments.json:
@@ -74,7 +86,7 @@ def main() -> None:
 
     show(arguments.prompt)
     stream, tokens, text = TextStream(model.tokenizer), [], ""
-    for token in generate(decoder, prompt, arguments.max_new_tokens, sampling, model.end_id):
+    for token in generate(decoder, prompt, max_new_tokens, sampling, model.end_id):
         tokens.append(token)
         text += show(stream.push(token))
     text += show(stream.finish())

@@ -13,7 +13,7 @@ from vha_paddle.config import load_recipe
 from vha_paddle.errors import UserError, run_tool
 from vha_paddle.plan.cost import make_plan
 from vha_paddle.plan.gpus import GPUS, gpu_named
-from vha_paddle.plan.layouts import propose
+from vha_paddle.plan.layouts import proposals
 from vha_paddle.plan.report import render, summary
 
 EPILOG = """\
@@ -22,7 +22,9 @@ examples:
   another layout:                python tools/plan.py recipes/quickstart.yaml parallel.tensor=4 parallel.sequence=true
   what 128 GPUs should run:      python tools/plan.py recipes/quickstart.yaml --gpus 128 --gpu h200 --mfu 0.45
 
-Layouts are proposed where the recipe's own does not fit into memory, and where --gpus is not its number of ranks.
+Layouts are proposed where the recipe's own does not fit into memory, and where --gpus is not its number of ranks: then
+the recipe's own layout on so many comes first, whether it fits or not. Times are a range: at the stated MFU, and with
+all communication added, since the trainer overlaps none.
 Parameters, weights, gradients and optimizer state are exact; activations, times and what fits are estimates.
 docs/planning.md has the formulas and what is not modelled.
 
@@ -47,7 +49,7 @@ def main() -> None:
         raise UserError(f"--gpus {num_gpus}: must be at least 1; leave it out for the recipe's {recipe.num_ranks}")
     plan = make_plan(recipe, gpu, arguments.mfu)
     wanted = not plan.fits or num_gpus != recipe.num_ranks
-    proposed = propose(recipe, num_gpus, gpu, arguments.mfu) if wanted else []
+    proposed = proposals(recipe, num_gpus, gpu, arguments.mfu) if wanted else []
     if arguments.json:
         print(json.dumps(summary(plan, proposed, num_gpus), indent=2))
     else:

@@ -12,8 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout without installing
 
 from vha_paddle.config import Recipe, load_recipe, recipe_to_yaml
-from vha_paddle.config.load import with_overrides
-from vha_paddle.config.reduced import DATA, MOST_RANKS, VOCAB_SIZE, reduced
+from vha_paddle.config.reduced import DATA, VOCAB_SIZE
 from vha_paddle.errors import run_tool
 from vha_paddle.host import prepare_process
 
@@ -31,7 +30,8 @@ examples:
 --reduced makes a recipe small enough for this machine and keeps its structure: attention kind and groups, experts,
 sliding layers, FP8, recompute, schedule, parallel axes of up to 4 ranks in total. Every change is printed; overrides
 are applied after it. It trains 20 steps on the English that ships with CPython, in runs/reduced/NAME, and starts its
-ranks itself where no launcher did.
+ranks itself where no launcher did. run.name gets the ending _reduced. A run that is there already is continued if it
+is of the same model and data, else refused.
 
 The run directory (run.output) holds metrics.jsonl (one JSON object per step), recipe.yaml (the recipe as it ran)
 and checkpoints/. Starting the same command again continues from the newest complete checkpoint.
@@ -52,26 +52,20 @@ def dry_run(recipe: Recipe, as_json: bool) -> str:
     return "\n".join([counts.render(figures), *memory_table({"worst": fullest}), more])
 
 
-def small_recipe(path: Path, overrides: list[str]) -> tuple[Recipe, list[str]]:
-    """The recipe reduced for this machine, then overridden; and what the reduction changed."""
-    import paddle
-
-    on_cpu = paddle.device.get_device() == "cpu"
-    # the GPU side of this line: not run on a GPU in this project's tests
-    most_ranks = MOST_RANKS if on_cpu else min(MOST_RANKS, paddle.device.cuda.device_count())
-    small = reduced(load_recipe(path), on_cpu, most_ranks)
-    return with_overrides(small.recipe, overrides), small.changes
-
-
 def prepare_reduced_run(recipe: Recipe) -> None:
     """Make the data of reduced runs if the recipe reads it; without a launcher, become one where ranks are needed."""
     from vha_paddle.data.builtin import ensure_builtin_data
+    from vha_paddle.train.reduced import check_earlier_run
 
     if recipe.data.tokenizer.startswith(DATA):
         ensure_builtin_data(Path(DATA), VOCAB_SIZE)
-    if recipe.num_ranks > 1 and LAUNCHED_RANK not in os.environ:
-        launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", str(recipe.num_ranks)]
-        command = [sys.executable, *launcher, "--log_dir", f"{recipe.run.output}/logs", *sys.argv]
+    if LAUNCHED_RANK in os.environ:
+        return
+    check_earlier_run(recipe)
+    if recipe.num_ranks > 1:
+        quiet = ["-W", "ignore:No ccache found", "-m", "paddle.distributed.launch", "--log_level", "WARNING"]
+        ranks = ["--nproc_per_node", str(recipe.num_ranks), "--log_dir", f"{recipe.run.output}/logs"]
+        command = [sys.executable, *quiet, *ranks, *sys.argv]
         print(f"starting {recipe.num_ranks} ranks: {shlex.join(command)}", file=sys.stderr, flush=True)
         os.execv(sys.executable, command)
 
@@ -95,7 +89,9 @@ def main() -> None:
 
     prepare_process()
     if arguments.reduced:
-        recipe, changes = small_recipe(arguments.recipe, arguments.overrides)
+        from vha_paddle.train.reduced import load_reduced
+
+        recipe, changes = load_reduced(arguments.recipe, arguments.overrides)
         if not (arguments.print_config or arguments.dry_run):
             prepare_reduced_run(recipe)
         if os.environ.get(LAUNCHED_RANK, "0") == "0":

@@ -24,9 +24,15 @@ examples:
   # then train it
   python tools/train.py recipes/vha.yaml run.start_from=warm/vha
 
+  # all of it small, on this machine
+  python tools/train.py recipes/table2_1p7b_gqa16_2.yaml --reduced
+  python tools/warm_start.py runs/reduced/table2_1p7b_gqa16_2 recipes/ours_1p7b_vha_from_gqa2.yaml --reduced \\
+    --out warm/reduced --data runs/reduced/data/train
+  python tools/train.py recipes/ours_1p7b_vha_from_gqa2.yaml --reduced run.start_from=warm/reduced
+
 RECIPE describes the virtual head model. All but its attention must be the source's: hidden size, layers, feed-forward,
 vocabulary; of the attention, num_attention_heads and head_dim, and num_key_value_heads must divide the source's. The
-first --tokens of the data are fitted on, the next logging.eval_sequences sequences are what losses are compared on.
+first --tokens of the data are fitted on; losses are compared on the next logging.eval_sequences sequences, at least 64.
 How it is done, and what to expect: docs/warm_start.md.
 exit codes: 0 done, 1 OUT cannot be written, 2 wrong input.
 """
@@ -42,13 +48,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="checkpoint to make, complete or not at all")
     parser.add_argument("--data", type=Path, metavar="PREFIX", help="indexed dataset (.bin, .idx) to fit on")
     parser.add_argument("--tokens", type=int, help="tokens of --data to fit on (default 131072)")
+    parser.add_argument("--reduced", action="store_true", help="make RECIPE small, as tools/train.py --reduced does")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     if arguments.tokens is not None and arguments.data is None:
         raise UserError(f"--tokens {arguments.tokens}: has no effect without --data; name a dataset")
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
 
     prepare_process()
+    if arguments.reduced:
+        from vha_paddle.train.reduced import load_reduced
+
+        recipe, changes = load_reduced(arguments.recipe, arguments.overrides)
+        print("\n".join(changes), file=sys.stderr)  # stdout is for the report
+    else:
+        recipe = load_recipe(arguments.recipe, arguments.overrides)
     from vha_paddle.host import set_compute_threads
     from vha_paddle.warm_start.run import describe, warm_start
 

@@ -13,7 +13,7 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 
-from vha_paddle.checkpoint.layout import TOKENIZER_FILE, open_checkpoint, sha256_of
+from vha_paddle.checkpoint.layout import TOKENIZER_FILE, open_checkpoint, open_without_digests, sha256_of
 from vha_paddle.checkpoint.load import device_tensor, load_parameters, router_state
 from vha_paddle.config import Model
 from vha_paddle.counts import folded
@@ -22,6 +22,7 @@ from vha_paddle.export.config import ExportDtype
 from vha_paddle.export.fold_export import folded_tensors
 from vha_paddle.export.reader import CONFIG_FILE, read_hf_model, read_hf_tensors
 from vha_paddle.export.verify import ROUNDING, Logits, Verification, random_tokens, verify_logits
+from vha_paddle.export.writer import REPORT_FILE
 from vha_paddle.model.balance import Balance
 from vha_paddle.model.decoder import Decoder, build_decoder
 from vha_paddle.model.microbatch import Microbatch, microbatches_of
@@ -53,6 +54,19 @@ def tokenizer_digest(path: Path) -> str | None:
         return sha256_of(open_checkpoint(path).tokenizer_path)
     tokenizer = path / TOKENIZER_FILE
     return sha256_of(tokenizer) if tokenizer.is_file() else None
+
+
+def sequence_lengths(path: Path) -> tuple[int | None, int]:
+    """Tokens of the sequences that the model at `path` was trained on, and the most that it promises to serve.
+
+    The first is None where a directory that was exported elsewhere does not say.
+    """
+    if not (path / CONFIG_FILE).is_file():
+        recipe = open_without_digests(path).recipe
+        return recipe.data.sequence_length, recipe.model.max_position_embeddings
+    report = path / REPORT_FILE
+    source = json.loads(report.read_text(encoding="utf-8"))["source"] if report.is_file() else {}
+    return source.get("sequence_length"), read_hf_model(path).max_position_embeddings
 
 
 def model_logits(path: Path) -> Logits:
@@ -174,13 +188,16 @@ def validation_loss(
     return mesh.sum_over_batch(total) / (count * windows.sequence_length)
 
 
-def mean_loss(model: Decoder, batches: Iterable[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]) -> float:
-    """Mean cross-entropy (nats per token) over batches of tokens and labels, without gradients, in one process."""
-    total, count = 0.0, 0
-    for tokens_BS, labels_BS in batches:
-        total += float(model.sequence_losses(microbatches_of(tokens_BS, labels_BS, 0, len(tokens_BS), Mesh())).sum())
-        count += tokens_BS.size
-    return total / count
+def sequence_means(
+    model: Decoder, batches: Iterable[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]
+) -> np.ndarray[Any, Any]:
+    """Mean cross-entropy (nats per token) of each sequence of batches of tokens and labels, without gradients, in one
+    process."""
+    means = [
+        model.sequence_losses(microbatches_of(tokens_BS, labels_BS, 0, len(tokens_BS), Mesh())) / tokens_BS.shape[1]
+        for tokens_BS, labels_BS in batches
+    ]
+    return np.concatenate(means)
 
 
 def _load_folded(path: Path) -> Decoder:

@@ -131,7 +131,9 @@ class CachedDecoder:
             raise ValueError(f"{batch} x {count} tokens after {self.length}; room is {self.batch} x {self.capacity}")
         x_BSD = self.model.embed_tokens(paddle.to_tensor(tokens_BS.astype(np.int64)))
         for block, cache in zip(self.model.layers, self._caches, strict=True):
-            cos_SH, sin_SH = (table[self.length : end] for table in block.rope.at(self.capacity))
+            cos_SH, sin_SH = (
+                table[self.length : end] for table in block.rope.at(self.capacity, block.self_attn.head_dim)
+            )
             x_BSD = x_BSD + self._attend(block.self_attn, block.input_layernorm(x_BSD), cos_SH, sin_SH, cache)
             x_BSD = x_BSD + block.mlp(block.post_attention_layernorm(x_BSD))
         self.length = end

@@ -42,6 +42,8 @@ MEASURES = (
     "postmix_rank",
     "postmix_off_diagonal",
 )
+MEASURES_OF_GROUPS = ("premix_distance", "premix_norm", "premix_rank")
+"""Those with a value for each group of a layer."""
 
 _MAP_NAME = re.compile(rf"model\.layers\.([0-9]+)\.self_attn\.({PREMIX}|{POSTMIX_A}|{POSTMIX_B})")
 

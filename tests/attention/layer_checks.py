@@ -9,6 +9,7 @@ import numpy as np
 import paddle
 from paddle import nn
 
+from tests.cases import NORM_EPS
 from tests.oracles.test_oracles import assert_gradients
 from tests.tolerances import FLOAT64, assert_close
 from tests.weights import trained_attention
@@ -34,7 +35,7 @@ def inputs_and_gradient() -> tuple[np.ndarray, np.ndarray]:
 def build(config: Attention, weights: Weights, recompute: str = "none", **options: Any) -> nn.Layer:
     """The layer in float64 with these weights, which are all it has; `options` are the kind's own."""
     scope = Scope(Mesh(), "float64", 0, "self_attn", recompute)
-    layer = REGISTRY[config.kind](HIDDEN, config, scope=scope, **options)
+    layer = REGISTRY[config.kind](HIDDEN, config, NORM_EPS, scope=scope, **options)
     parameters = dict(layer.named_parameters())
     assert set(parameters) == set(weights)
     for name, parameter in parameters.items():

@@ -15,6 +15,7 @@ from tests.attention.layer_checks import (
     build,
     inputs_and_gradient,
 )
+from tests.cases import NORM_EPS
 from tests.oracles.attention import attention_forward
 from tests.oracles.composed import ComposedSpec, backward, forward
 from tests.oracles.spec import OracleSpec
@@ -33,7 +34,7 @@ def config(num_groups: int = 2, rank: int = 2) -> ComposedAttention:
 
 
 def spec(num_groups: int, rank: int) -> ComposedSpec:
-    return ComposedSpec(num_heads=6, head_dim=4, num_groups=num_groups, rank=rank, theta=THETA)
+    return ComposedSpec(num_heads=6, head_dim=4, num_groups=num_groups, rank=rank, theta=THETA, eps=NORM_EPS)
 
 
 @GROUPS
@@ -61,6 +62,7 @@ def test_without_composition_it_is_multi_head_attention() -> None:
         num_key_value_heads=6,
         head_dim=4,
         rope_theta=THETA,
+        rms_norm_eps=NORM_EPS,
     )
     x, _ = inputs_and_gradient()
     actual = build(config(), weights)(paddle.to_tensor(x), RotaryTables(4, THETA, "float64")).numpy()

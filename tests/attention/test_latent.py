@@ -16,6 +16,7 @@ from tests.attention.layer_checks import (
     build,
     inputs_and_gradient,
 )
+from tests.cases import NORM_EPS
 from tests.oracles.latent import LatentSpec, backward, forward
 from tests.tolerances import FLOAT64, assert_close
 from tests.weights import trained_attention
@@ -38,7 +39,8 @@ def config(q_lora_rank: int | None) -> LatentAttention:
 
 def spec(q_lora_rank: int | None) -> LatentSpec:
     query_latent = q_lora_rank is not None
-    return LatentSpec(num_heads=3, latent=5, content=3, rotary=4, value=6, query_latent=query_latent, theta=THETA)
+    sizes = {"num_heads": 3, "latent": 5, "content": 3, "rotary": 4, "value": 6}
+    return LatentSpec(**sizes, query_latent=query_latent, theta=THETA, eps=NORM_EPS)
 
 
 RANKS = pytest.mark.parametrize("q_lora_rank", [None, 7], ids=["queries projected", "queries from a latent"])
@@ -66,7 +68,7 @@ def test_decoding_from_the_latent_equals_the_expanded_layer(q_lora_rank: int | N
     assert isinstance(layer, SelfAttentionMLA)
     x_BSD, rope = paddle.to_tensor(inputs_and_gradient()[0]), RotaryTables(4, THETA, "float64")
     expected = layer(x_BSD, rope).numpy()
-    cos_SR, sin_SR = rope.at(SEQUENCE)
+    cos_SR, sin_SR = rope.at(SEQUENCE, 4)
     latents, keys, outputs = [], [], []
     for t in range(SEQUENCE):
         x_B1D, here = x_BSD[:, t : t + 1], (cos_SR[t : t + 1], sin_SR[t : t + 1])
@@ -89,7 +91,7 @@ def test_absorbed_attention_of_a_whole_sequence_equals_the_expanded_layer() -> N
     layer = build(config(None), trained_attention(config(None), HIDDEN, seed=0))
     assert isinstance(layer, SelfAttentionMLA)
     x_BSD, rope = paddle.to_tensor(inputs_and_gradient()[0]), RotaryTables(4, THETA, "float64")
-    tables = rope.at(SEQUENCE)
+    tables = rope.at(SEQUENCE, 4)
     cache = layer.cached(layer.kv_a_proj_with_mqa(x_BSD), *tables)
     y_BSNV = absorbed_attention(layer.rotated(layer.queries(x_BSD), *tables), *cache, layer.kv_b_proj.weight)
     y_BSD = layer.o_proj(y_BSNV.reshape([2, SEQUENCE, -1]))

@@ -107,6 +107,12 @@ def test_a_part_is_read_under_another_view_than_it_was_cut(tmp_path: Path) -> No
     assert np.array_equal(tensors.part("o_proj", rows, Seat(1, 2)), logical("o_proj")[12:])
 
 
+def test_another_view_may_have_as_many_axes(tmp_path: Path) -> None:
+    tensors = write_ranks(tmp_path, 2)
+    other = Placement.split((24, 5), axis=1, view=(4, 2, 3, 5))
+    assert np.array_equal(tensors.part("o_proj", other, Seat(1, 2)), other.slice_of(logical("o_proj"), Seat(1, 2)))
+
+
 def test_only_the_files_that_hold_the_part_are_mapped(tmp_path: Path) -> None:
     write_ranks(tmp_path, 4)
     files = [read_tensors(path) for path in sorted(tmp_path.iterdir())]
@@ -205,6 +211,7 @@ VALID = {"shape": [4, 2], "view": [4, 2], "start": [0, 0], "stop": [2, 2]}
                 {"stop": [1, 2]},
                 {"stop": [True, 2]},
                 {"stop": [2, 2, 1]},
+                {"axis": 0, "start": 0, "stop": 2},  # as versions wrote it that cut one axis
                 {"view": [4, 3]},
                 {"view": "42"},
                 {"shape": [1] * 40 + [4, 2]},

@@ -128,6 +128,20 @@ def test_a_broken_rule_names_the_section_that_breaks_it(attention: dict[str, Any
     assert error_of(GROUPED, sliding) == f"{section}.{expected.format(section)}"
 
 
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"kind": "grouped"}, "num_attention_heads: required key is missing; add it"),
+        ({**GROUPED, "postmix_rank": 2}, "postmix_rank: unknown key; known here: kind, num_attention_heads, "),
+        ({"kind": "vha", "head_dims": 32}, "num_attention_heads: required key is missing; add it"),
+        ({"kind": "mla"}, "kind=mla: must be one of grouped, vha; known here: grouped, vha"),
+    ],
+)
+def test_a_wrong_section_of_the_sliding_layers_is_named_in_one_line(keys: dict[str, Any], expected: str) -> None:
+    message = error_of(VHA, {"window": 64, "full_every": 2, "attention": keys})
+    assert message.startswith(f"model.sliding_window.attention.{expected}") and "\n" not in message
+
+
 def test_the_window_is_for_grouped_and_virtual_heads() -> None:
     latent = {"kind": "mfa", "num_attention_heads": 4, "head_dim": 32, "q_lora_rank": 64}
     assert error_of(latent, {"window": 64, "full_every": 2}) == (
@@ -194,4 +208,15 @@ def test_tensor_parallelism_divides_the_heads_of_full_and_of_sliding_layers() ->
     assert error_of(GROUPED, sliding, parallel={"tensor": 4}) == (
         "parallel.tensor=4: must divide model.sliding_window.attention.num_key_value_heads=6 or be a multiple of it; "
         "use 1 or 2"
+    )
+
+
+def test_a_section_of_a_recipe_must_say_its_kind_though_its_class_knows_it() -> None:
+    without = {key: value for key, value in VHA.items() if key != "kind"}
+    values: dict[str, Any] = load_recipe(QUICKSTART).model_dump(mode="json")
+    values["model"]["attention"] = without
+    with pytest.raises(UserError, match=r"^test: model\.attention\.kind: required key is missing; use "):
+        recipe_from_dict(values, source="test")
+    assert error_of(GROUPED, {"window": 64, "full_every": 2, "attention": without}).startswith(
+        "model.sliding_window.attention.kind: required key is missing"
     )

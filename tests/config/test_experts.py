@@ -15,6 +15,8 @@ QUICKSTART = Path(__file__).resolve().parents[2] / "recipes/quickstart.yaml"
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 GROUPED = {"kind": "grouped", "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}
 
+VALUE_HEADS = GROUPED | {"kind": "gva", "num_attention_heads": 12, "num_key_value_heads": 3, "qk_rope_head_dim": 16}
+
 
 def recipe_with(changes: dict[str, Any]) -> Recipe:
     """The quickstart with experts in place of its MLP, and `section.key` changed; None removes a key."""
@@ -62,6 +64,10 @@ def test_experts_lie_along_the_sharding_axis_and_take_no_ranks() -> None:
             "parallel.expert=3: must divide parallel.sharding=4 and model.experts.num_experts=8; use 2 or 4",
         ),
         (
+            {"parallel.expert": 2, "parallel.sharding": 2, "model.experts.num_experts": 7},
+            "parallel.expert=2: must divide parallel.sharding=2 and model.experts.num_experts=7; use 1",
+        ),
+        (
             {"model.experts": None, "model.intermediate_size": 512, "parallel.sharding": 2, "parallel.expert": 2},
             "parallel.expert=2: splits the experts of a mixture-of-experts model, and there is no model.experts; use 1",
         ),
@@ -75,8 +81,26 @@ def test_experts_lie_along_the_sharding_axis_and_take_no_ranks() -> None:
             "parallel.context=2; use context=1 or remove the key",
         ),
         (
+            {"model.experts.capacity_factor": 4.0},
+            "model.experts.capacity_factor=4.0: has no effect from num_experts / num_experts_per_tok = 4 on, where an "
+            "expert takes a whole sequence; use less or remove the key",
+        ),
+        (
+            {"model.experts.num_experts_per_tok": 8, "model.experts.router_bias_update_rate": 0.1},
+            "model.experts.router_bias_update_rate=0.1: has no effect where every token is sent to all experts "
+            "(num_experts_per_tok=8); remove the key",
+        ),
+        (
             {"parallel.tensor": 4, "model.experts.moe_intermediate_size": 66},
             "parallel.tensor=4: must divide model.experts.moe_intermediate_size=66; use 1 or 2",
+        ),
+        (
+            {"parallel.tensor": 4, "model.experts.shared_expert_intermediate_size": 66},
+            "parallel.tensor=4: must divide model.experts.shared_expert_intermediate_size=66; use 1 or 2",
+        ),
+        (
+            {"model.attention": VALUE_HEADS, "optim.decay_target": None, "parallel.tensor": 2},
+            "parallel.tensor=2: must divide model.attention.num_key_value_heads=3 or be a multiple of it; use 1",
         ),
         (
             {"model.attention": GROUPED, "optim.decay_target": None, "logging.maps_interval": 5},

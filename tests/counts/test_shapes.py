@@ -16,8 +16,8 @@ from vha_paddle.config import (
     SlidingWindow,
     VirtualHeadAttention,
 )
-from vha_paddle.counts.flags import FLAGS, described, value_of
-from vha_paddle.counts.shapes import SHAPES, named, vha
+from vha_paddle.counts.flags import FLAGS, described, tokens_of, value_of
+from vha_paddle.counts.shapes import SHAPES, named, title, vha
 from vha_paddle.errors import UserError
 
 
@@ -42,6 +42,37 @@ def test_every_shape_has_every_attention(shape: str) -> None:
     assert isinstance(mla, LatentAttention) and counts.kv_cache_values(mla) == 576
 
 
+@pytest.mark.parametrize(
+    ("shape", "name", "shown"),
+    [
+        ("1.7B", "gqa", "1.7B gqa 16-8"),
+        ("1.7B", "gqa-8", "1.7B gqa 16-8"),
+        ("1.7B", "12-12", "1.7B gqa 12-12"),
+        ("30B-A3B", "gqa", "30B-A3B gqa 32-4"),
+        ("30B-A3B", "vha", "30B-A3B vha 48-2"),
+        ("4B", "mla", "4B mla"),
+    ],
+)
+def test_a_title_has_the_heads(shape: str, name: str, shown: str) -> None:
+    assert title(shape, name) == shown
+
+
+def test_gqa_with_a_number_has_the_query_heads_of_the_shape() -> None:
+    assert named("4B", "gqa-2").model.attention == grouped(32, 2)
+    assert named("4B", "gqa-8").model == named("4B", "gqa").model
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("32768", 32768), ("32K", 32768), ("128k", 131072), ("0", 0)])
+def test_tokens_are_written_out_or_in_k(text: str, tokens: int) -> None:
+    assert tokens_of("context", text) == tokens
+
+
+@pytest.mark.parametrize("text", ["K", "32M", "-1", "1.5K", ""])
+def test_what_is_no_number_of_tokens_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match=f"--context {text}: must be a number of tokens such as 32768 or 32K"):
+        tokens_of("context", text)
+
+
 def test_changes_replace_keys_of_the_model() -> None:
     model = named("4B", vha(32, 2, 4), intermediate_size=5504).model
     assert (model.intermediate_size, model.attention.kind) == (5504, "vha")
@@ -51,7 +82,11 @@ def test_changes_replace_keys_of_the_model() -> None:
     ("shape", "attention", "message"),
     [
         ("2B", "gqa", "--shape 2B: must be one of 0.6B, 1.7B, 4B, 30B-A3B"),
-        ("4B", "tiny", "--attention tiny: must be gqa, vha, mla, mfa, gva, dcmha, or query and KV heads such as 16-2"),
+        (
+            "4B",
+            "tiny",
+            "--attention tiny: must be gqa, vha, mla, mfa, gva, dcmha, or for grouped attention KV heads as in gqa-2",
+        ),
         ("4B", "16-0", "--attention 16-0: must be"),
         ("4B", "16-3", "num_attention_heads=16: must be a multiple of model.attention.num_key_value_heads=3"),
     ],

@@ -36,6 +36,7 @@ def test_layers_of_a_hybrid_are_listed_apart() -> None:
     assert (found["sliding.layers"], found["sliding.window_tokens"], found["full.layers"]) == (2, 4, 1)
     assert found["sliding.bfloat16_bytes_per_token_per_layer"] == 2 * 4 * 6 * 2
     assert found["full.bfloat16_bytes_per_token_per_layer"] == 2 * 2 * 6 * 2
+    assert found["bfloat16_bytes_per_token"] == 2 * 96 + 48
     assert found["bfloat16_bytes_at_10_tokens"] == counts.cache_bytes(one.model, 10, "bfloat16")
     assert {"full.attention_per_layer.premix", "sliding.attention_per_layer.q_proj"} <= set(topics.params(one))
 
@@ -45,6 +46,16 @@ def test_a_rank_has_its_share_of_heads_and_experts() -> None:
     found = topics.params(recipe(model, tensor=2, expert=4))
     assert found["total_on_one_rank"] == counts.parameters(model, 2, 4).total < found["total"]
     assert found["active_per_token"] == counts.active_parameters(model)
+    virtual = tiny(TINY["vha"], experts=SHARED)
+    served = topics.params(recipe(virtual))["active_per_token_served_folded"]
+    assert served == counts.active_parameters(counts.folded(virtual)) != counts.active_parameters(virtual)
+
+
+def test_query_weights_are_those_of_every_projection_on_the_way_to_the_queries() -> None:
+    for kind, parts in {"vha": ("q_proj", "premix"), "mfa": ("q_a_proj", "q_b_proj"), "gqa": ("q_proj",)}.items():
+        model = tiny(TINY[kind])
+        layer = counts.attention_parameters(model.attention, model.hidden_size)
+        assert topics.query_weights(model) == sum(layer[part] for part in parts)
 
 
 def test_flops_follow_the_rule_and_the_totals_every_rule() -> None:

@@ -62,7 +62,7 @@ def test_a_mixture_declares_its_experts_in_every_spelling() -> None:
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
-        "router_aux_loss_coef": 1e-3,
+        "router_aux_loss_coef": 2e-3,
         "sliding_window": None,
         "use_sliding_window": False,
     }
@@ -98,8 +98,13 @@ def test_no_key_of_transformers_is_left_to_its_default(exported: Exported) -> No
     read = AutoConfig.from_pretrained(exported.directory)
     differing = {key for key, value in read.to_diff_dict().items() if key in written and written[key] != value}
     assert differing <= {"dtype", "torch_dtype"}, differing
-    expected = {"hidden_size": 20, "intermediate_size": 28, "rope_theta": 3e4, "rms_norm_eps": 1e-6}
-    expected |= {"max_position_embeddings": 64, "tie_word_embeddings": True, "vocab_size": 330}
+    expected = {"hidden_size": 20, "intermediate_size": 28, "rope_theta": 3e4, "rms_norm_eps": 1e-3}
+    expected |= {
+        "initializer_range": 0.03,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "vocab_size": 330,
+    }
     assert {key: getattr(read, key) for key in expected} == expected
 
 

@@ -409,6 +409,7 @@ def test_the_report_says_where_the_model_came_from(exported: Exported) -> None:
         "tokens": 1792,
         "samples": 56,
         "seed": 3,
+        "sequence_length": 32,
         "vha_paddle": "0.0.9",
         "manifest_sha256": layout.sha256_of(exported.checkpoint / layout.MANIFEST_FILE),
         "attention": "vha",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +85,49 @@ def test_of_many_layers_the_first_the_last_and_some_between_are_drawn(run: Path)
     from vha_paddle.map_report import figures
 
     axes = figures._heatmaps(read_report(run)).axes
-    titles = [ax.get_title() for ax in axes if ax.get_title()]
-    assert len(titles) == MOST_HEATMAPS == 6 and (titles[0], titles[-1]) == ("M of layer 0", "M of layer 7")
-    drawn = next(ax for ax in axes if ax.get_title() == "M of layer 7").images[0]
-    maps = maps_of(7)
-    expected = np.eye(6) + maps["postmix_b"] @ maps["postmix_a"].T
-    assert_close(np.asarray(drawn.get_array()), expected, FLOAT64, "M")
+    *panels, colorbar = axes
+    titles = [ax.get_title() for ax in panels]
+    assert len(titles) == MOST_HEATMAPS == 6 and (titles[0], titles[-1]) == ("M - I of layer 0", "M - I of layer 7")
+    largest = 0.0
+    for ax, layer in zip(panels, (int(title.split()[-1]) for title in titles), strict=True):
+        maps = maps_of(layer)
+        expected = maps["postmix_b"] @ maps["postmix_a"].T
+        assert_close(np.asarray(ax.images[0].get_array()), expected, FLOAT64, "M - I")
+        largest = max(largest, float(np.abs(expected).max()))
+    assert all(ax.images[0].get_clim() == pytest.approx((-largest, largest)) for ax in panels)
+    assert colorbar.get_ylabel() == "M - I = B Aᵀ" and colorbar.get_ylim() == pytest.approx((-largest, largest))
+
+
+def test_a_postmix_at_its_start_is_drawn_as_nothing(run: Path) -> None:
+    from vha_paddle.map_report import figures
+
+    report = read_report(run)
+    zero = {layer: maps | {"postmix_b": np.zeros_like(maps["postmix_b"])} for layer, maps in report.maps.items()}
+    figure = figures._heatmaps(replace(report, maps=zero))
+    figure.draw_without_rendering()
+    assert figure.axes[0].images[0].get_clim() == (-1.0, 1.0)
+
+
+def test_points_stay_clear_of_the_frame_and_of_the_legend(run: Path) -> None:
+    from vha_paddle.map_report import figures
+
+    report = read_report(run)
+    for draw in (figures._distances, figures._singular_values, figures._history):
+        figure = draw(report)
+        figure.draw_without_rendering()
+        for ax in figure.axes:
+            points = np.concatenate([np.asarray(line.get_ydata(), float) for line in ax.lines])
+            low, high = ax.get_ylim()
+            assert low < points.min() and points.max() < high
+        for legend in figure.legends:
+            assert legend.get_window_extent().x0 > figure.axes[0].get_window_extent().x1
+
+
+def test_the_course_says_where_its_records_begin(run: Path) -> None:
+    from vha_paddle.map_report import figures
+
+    title = figures._history(read_report(run)).get_suptitle()
+    assert title == "from the first record, step 2, to the last, step 4"
 
 
 def test_a_line_of_the_table_is_a_layer(run: Path) -> None:
@@ -122,6 +160,12 @@ def test_a_premix_that_is_not_square_is_listed_by_its_norm(tmp_path: Path) -> No
         '{"step": 1, "maps": {"layer": [0], "premix_distance": [[1.0], [2.0]]}}',
         '{"step": 1, "maps": {"layer": [0], "premix_distance": [["1.0"]]}}',
         '{"step": 1, "maps": {"layer": [0], "another": [1.0]}}',
+        '{"step": 1, "maps": {"layer": [0], "premix_distance": [1.0]}}',
+        '{"step": 1, "maps": {"layer": [0], "premix_distance": [[]]}}',
+        '{"step": 1, "maps": {"layer": [0], "premix_distance": [null]}}',
+        '{"step": 1, "maps": {"layer": [0], "postmix_distance": [[1.0]]}}',
+        '{"step": 1, "maps": {"layer": [], "premix_distance": []}}',
+        '{"step": 1, "maps": {"layer": [null], "premix_norm": [[1.0]]}}',
     ],
 )
 def test_a_line_that_is_no_record_is_refused_by_its_number(line: str, tmp_path: Path) -> None:

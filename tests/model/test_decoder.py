@@ -125,6 +125,25 @@ def test_initial_values_depend_on_seed_and_name_only() -> None:
     assert not np.array_equal(first[name].numpy(), first[name.replace("layers.0", "layers.1")].numpy())
 
 
+# Parameters that start at a scale of their own, by the last part of their names.
+OWN_SCALE = {"premix", "postmix_a", "postmix_b", "key_map", "pre_compose", "post_compose", "compose_factors"}
+OWN_SCALE |= {"compose_proj", "diagonal_proj"}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_all_other_matrices_start_at_the_initializer_range(case: Case) -> None:
+    model = case.recipe().model
+    small, large = (
+        build_decoder(model.model_copy(update={"initializer_range": spread}), Mesh(), seed=0).named_tensors()
+        for spread in (0.01, 0.04)
+    )
+    for name, parameter in small.items():
+        short = name.removesuffix(".weight").rpartition(".")[2]
+        has_own_scale = parameter.ndim == 1 or short in OWN_SCALE
+        assert np.array_equal(large[name].numpy(), parameter.numpy() * (1 if has_own_scale else 4)), name
+        assert has_own_scale or float(parameter.std()) == pytest.approx(0.01, rel=0.3), name
+
+
 class TestDropout:
     case = next(case for case in CASES if case.dropout > 0 and case.layers == 2)
 

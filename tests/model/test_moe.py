@@ -110,6 +110,40 @@ def test_a_layer_alone_gives_its_output_and_counts_nothing_when_evaluated() -> N
     assert not layer.balance._counts_LE.any()
 
 
+def test_every_expert_starts_with_weights_of_its_own() -> None:
+    config = MixtureOfExperts(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=5)
+    layer = MoE(D, config, 0.02, Scope(Mesh(), "float32", 0, "mlp"), Balance(config, 1, Mesh()), 0)
+    for weight_EDF in (layer.experts.gate_proj, layer.experts.up_proj, layer.experts.down_proj):
+        assert len({weight.tobytes() for weight in weight_EDF.numpy()}) == 3
+
+
+def test_figures_are_of_the_tokens_of_their_own_step_and_of_no_evaluation() -> None:
+    changes = {"capacity_factor": 0.8, "router_z_loss_coef": 0.1, "router_bias_update_rate": 0.1}
+    (longer, *_), (fresh, *_) = built(changes, "float64"), built(changes, "float64")
+    earlier, evaluated, own = (paddle.to_tensor(x) for x in np.random.default_rng(1).standard_normal((3, B, S, D)))
+    longer(earlier)
+    longer.balance.finish_step()
+    fresh.balance.restore(longer.balance.state())
+    longer.eval()
+    longer(evaluated)
+    longer.train()
+    figures = []
+    for layer in (longer, fresh):
+        layer(own)
+        figures.append(layer.balance.finish_step())
+    assert figures[0] == figures[1] and figures[0]["z_loss"] > 0 and figures[0]["dropped"][0] > 0
+
+
+def test_a_state_that_is_being_saved_does_not_change_with_the_next_step() -> None:
+    layer, *_ = built({"router_bias_update_rate": 0.1}, "float64")
+    state = layer.balance.state()
+    before = {name: array.copy() for name, array in state.items()}
+    layer(paddle.to_tensor(np.random.default_rng(1).standard_normal((B, S, D))))
+    layer.balance.finish_step()
+    for name, array in layer.balance.state().items():
+        assert np.array_equal(state[name], before[name]) and not np.array_equal(array, before[name]), name
+
+
 @pytest.mark.parametrize("case", [case for case in MIXTURES if case.dropout == 0], ids=lambda case: case.name)
 class TestADecoder:
     def test_loss_logits_and_gradients_are_the_oracles(self, case: Case) -> None:

@@ -399,3 +399,44 @@ def test_a_kernel_is_checked_once(unchecked: None, monkeypatch: pytest.MonkeyPat
     for _ in range(2):
         attention_gpu.flash_attention(*tensors, [(0, 4), (12, 16)], 0.4)
     assert calls == [4, attention_gpu._CHECKED_KEYS, 16, 4, 16]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "widths", "is_flash"),
+    [
+        ("bfloat16", (256, 256), True),
+        ("bfloat16", (264, 128), False),
+        ("bfloat16", (128, 264), False),
+        ("float32", (128, 128), False),
+    ],
+)
+def test_the_kernel_gets_what_it_masks(
+    dtype: str, widths: tuple[int, int], is_flash: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paddle hands heads wider than 256 to a kernel without a causal mask, and says nothing."""
+    chosen = []
+    monkeypatch.setattr(attention_gpu, "flash_attention", lambda *_: chosen.append("flash"))
+    monkeypatch.setattr(attention_gpu, "plain_attention", lambda *_: chosen.append("plain"))
+    q_BSNH, v_BTKV = (paddle.zeros([1, 4, 2, width], dtype) for width in widths)
+    attention_gpu.attention_on_gpu(q_BSNH, q_BSNH, v_BTKV, [(0, 4)], None, 1.0)
+    assert chosen == ["flash" if is_flash else "plain"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "window", "form", "options"),
+    [
+        ("bfloat16", 3, "windowed_attention", (3, 0.3)),
+        ("float32", 3, "windowed_attention", (3, 0.3)),
+        ("float32", None, "plain_attention", (None, 0.3)),
+        ("bfloat16", None, "flash_attention", (0.3,)),
+    ],
+)
+def test_window_and_scale_reach_the_form_for_a_gpu(
+    dtype: str, window: int | None, form: str, options: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {}
+    for name in ("windowed_attention", "plain_attention", "flash_attention"):
+        monkeypatch.setattr(attention_gpu, name, lambda *arguments, name=name: given.update({name: arguments[4:]}))
+    x_BSNH = paddle.zeros([1, 4, 2, 8], dtype)
+    attention_gpu.attention_on_gpu(x_BSNH, x_BSNH, x_BSNH, [(0, 4)], window, 0.3)
+    assert given == {form: options}

@@ -8,7 +8,9 @@ import pytest
 
 from tests.ops.conftest import TOLERANCES
 from tests.tolerances import FLOAT64, assert_close
+from vha_paddle.attention.base import RotaryTables
 from vha_paddle.ops import rope
+from vha_paddle.parallel.mesh import Mesh
 
 THETA = 10_000.0
 
@@ -72,3 +74,12 @@ def test_the_form_in_paddle_operations_is_the_same_function() -> None:
 def test_tables_of_another_length_are_refused() -> None:
     with pytest.raises(ValueError, match="do not fit"):
         rope.apply_rope(paddle.zeros([1, 5, 2, 4]), *rope.rope_tables(4, THETA, 6, "float32"))
+
+
+def test_a_rank_of_a_cut_sequence_has_its_own_rows_whatever_length_came_before() -> None:
+    mesh = Mesh(context_rank=1, context_degree=4)
+    tables = RotaryTables(6, THETA, "float64", mesh)
+    for share in (8, 4, 8):
+        positions = mesh.own_positions(4 * share)
+        for found, whole in zip(tables.at(share, 6), rope.rope_tables(6, THETA, 4 * share, "float64"), strict=True):
+            assert np.array_equal(found.numpy(), whole.numpy()[positions])

@@ -8,6 +8,7 @@ import pytest
 
 from tests.ops.conftest import TOLERANCES, assert_gradients
 from tests.tolerances import FLOAT64, assert_close
+from vha_paddle.ops import routing
 from vha_paddle.ops.routing import Rows, combine, gather_rows, route, sort_by_expert, within_capacity
 
 T, E, K = 9, 5, 3
@@ -28,15 +29,15 @@ def test_the_chosen_have_the_largest_biased_probability_and_weigh_by_the_plain_o
     normalise: bool, with_bias: bool, dtype: str
 ) -> None:
     p, bias = softmax(LOGITS), np.linspace(-0.5, 0.5, E) if with_bias else None
-    routing = route(paddle.to_tensor(LOGITS.astype(dtype)), K, normalise, bias)
-    assert np.array_equal(np.sort(routing.experts_Tk, axis=1), chosen(p if bias is None else p + bias))
-    weights = np.take_along_axis(p, routing.experts_Tk, 1)
+    found = route(paddle.to_tensor(LOGITS.astype(dtype)), K, normalise, bias)
+    assert np.array_equal(np.sort(found.experts_Tk, axis=1), chosen(p if bias is None else p + bias))
+    weights = np.take_along_axis(p, found.experts_Tk, 1)
     if normalise:
         weights = weights / weights.sum(1, keepdims=True)
-    assert_close(routing.weights_Tk.numpy(), weights, TOLERANCES[dtype], "weights")
-    assert_close(routing.probability_E, p.sum(0), TOLERANCES[dtype], "probability")
+    assert_close(found.weights_Tk.numpy(), weights, TOLERANCES[dtype], "weights")
+    assert_close(found.probability_E, p.sum(0), TOLERANCES[dtype], "probability")
     squares = np.square(np.log(np.exp(LOGITS).sum(1))).sum()
-    assert_close(np.array(routing.squared_logsumexp), squares, TOLERANCES[dtype], "squares")
+    assert_close(np.array(found.squared_logsumexp), squares, TOLERANCES[dtype], "squares")
 
 
 @pytest.mark.parametrize("normalise", [True, False])
@@ -56,8 +57,8 @@ def test_the_gradient_is_that_of_weights_and_balancing_losses(normalise: bool) -
         return float((dw_TE * w).sum() + (balance * p).sum() + z * np.square(np.log(np.exp(logits).sum(1))).sum())
 
     logits = paddle.to_tensor(LOGITS, stop_gradient=False)
-    routing = route(logits, K, normalise, None, balance, z)
-    routing.weights_Tk.backward(paddle.to_tensor(np.take_along_axis(dw_TE, routing.experts_Tk, 1)))
+    found = route(logits, K, normalise, None, balance, z)
+    found.weights_Tk.backward(paddle.to_tensor(np.take_along_axis(dw_TE, found.experts_Tk, 1)))
     step, expected = 1e-6, np.zeros_like(LOGITS)
     for index in np.ndindex(T, E):
         moved = np.zeros_like(LOGITS)
@@ -68,10 +69,10 @@ def test_the_gradient_is_that_of_weights_and_balancing_losses(normalise: bool) -
 
 def test_logits_that_overflow_an_exponential_are_no_trouble() -> None:
     logits = paddle.to_tensor([[1e4, 0.0, -1e4]], stop_gradient=False)
-    routing = route(logits, 2, True, z=1.0)
-    routing.weights_Tk.sum().backward()
-    assert_close(routing.weights_Tk.numpy(), np.array([[1.0, 0.0]]), FLOAT64, "weights")
-    assert np.isfinite(logits.grad.numpy()).all() and routing.squared_logsumexp == 1e8
+    found = route(logits, 2, True, z=1.0)
+    found.weights_Tk.sum().backward()
+    assert_close(found.weights_Tk.numpy(), np.array([[1.0, 0.0]]), FLOAT64, "weights")
+    assert np.isfinite(logits.grad.numpy()).all() and found.squared_logsumexp == 1e8
 
 
 def test_an_expert_takes_the_first_of_each_sequence_up_to_its_capacity() -> None:
@@ -99,8 +100,14 @@ def test_rows_lie_by_expert_then_by_token_and_know_their_copies(drop: bool) -> N
     assert np.array_equal(rows.rows_Tk.reshape(-1)[rows.copies_R], np.arange(len(wanted)))
 
 
+@pytest.fixture(params=["CPU", "GPU"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The form of each device; that of a GPU is made of Paddle's operations, so it runs here too."""
+    monkeypatch.setattr(routing, "on_gpu", lambda x: request.param == "GPU")
+
+
 @pytest.mark.parametrize("drop", [False, True])
-def test_tokens_are_gathered_and_their_gradients_summed(drop: bool, dtype: str, threads: int) -> None:
+def test_tokens_are_gathered_and_their_gradients_summed(drop: bool, dtype: str, threads: int, form: None) -> None:
     _, _, rows, counts = random_rows(drop)
     rng = np.random.default_rng(3)
     x, dy = rng.normal(size=(T, 4)), rng.normal(size=(counts.sum(), 4))
@@ -110,7 +117,9 @@ def test_tokens_are_gathered_and_their_gradients_summed(drop: bool, dtype: str, 
 
 
 @pytest.mark.parametrize("drop", [False, True])
-def test_copies_are_weighted_and_summed_and_a_dropped_one_counts_nothing(drop: bool, dtype: str, threads: int) -> None:
+def test_copies_are_weighted_and_summed_and_a_dropped_one_counts_nothing(
+    drop: bool, dtype: str, threads: int, form: None
+) -> None:
     _, kept, rows, counts = random_rows(drop)
     rng = np.random.default_rng(4)
     x, weights, dy = rng.normal(size=(counts.sum(), 4)), rng.normal(size=(T, K)), rng.normal(size=(T, 4))

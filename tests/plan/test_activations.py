@@ -114,6 +114,15 @@ def test_dense_scores_and_experts_are_within_a_hundredth(name: str, recompute: s
     assert found == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_of_half_the_width_take_half_the_bytes_and_statistics_stay(kind: str) -> None:
+    recipe = recipe_of(kind)
+    half = recipe.model_copy(update={"precision": recipe.precision.model_copy(update={"compute": "bfloat16"})})
+    whole, halved = (sum(activations.layer_terms(one).values()) for one in (recipe, half))
+    rows = sum(NORMED_ROWS.get(kind, (0, QUERY_HEADS + KV_HEADS))) + recipe.model.attention.num_attention_heads
+    assert 2 * halved - whole == (2 + rows) * TOKENS * STATISTIC
+
+
 def test_a_recomputed_layer_comes_back_while_its_backward_pass_runs() -> None:
     terms = activations.layer_terms(recipe_of("vha"))
     assert activations.layer_recomputed(recipe_of("vha")) == 0

@@ -95,6 +95,13 @@ def test_recomputing_a_block_communicates_its_forward_pass_twice() -> None:
     assert forward("selective") - forward("none") == 4 * 64 * 3 * 6 * 4
 
 
+@pytest.mark.parametrize(("mode", "passes"), [("none", 1), ("selective", 1), ("full", 2)])
+def test_postmix_in_weight_space_is_summed_again_only_where_its_block_is_recomputed(mode: str, passes: int) -> None:
+    found = transfers(small_recipe(VHA | {"postmix_space": "weight"}, {"tensor": 2}, recompute=mode), 0)
+    forward = [transfer.payload for transfer in found if (transfer.phase, transfer.purpose) == ("forward", "Postmix")]
+    assert forward == [passes * 4 * 8 * 3 * 6 * 24 * 4]  # layers, microbatches, R, H, D, bytes
+
+
 def test_grouped_attention_has_no_postmix() -> None:
     assert postmix_values(small_recipe(GROUPED)) is None
 
@@ -183,6 +190,8 @@ def test_gradients_cross_in_float32_and_weights_in_their_own_dtype() -> None:
     first = stage_tensors(recipe.model, Parallel(pipeline=2), 0)
     assert replicas["data", "gradients"] == sum(tensor.size for tensor in first) * 4
     assert replicas["pipeline", "gradient of the tied embedding"] == 56 * 24 * 4
+    halves = payloads(small_recipe(VHA, {"tensor": 2, "pipeline": 2}, compute="bfloat16"))
+    assert halves["pipeline", "gradient of the tied embedding"] == 56 // 2 * 24 * 4
 
 
 def test_postmix_of_a_hybrid_is_summed_for_the_layers_that_have_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from vha_paddle.errors import UserError
 from vha_paddle.plan.communication import transfers
 from vha_paddle.plan.cost import crosses_nodes, make_plan, recomputed_flops
 from vha_paddle.plan.gpus import GPUS, gpu_named
+from vha_paddle.plan.memory import RESERVE
 
 H800 = GPUS["h800"]
 CAUSAL = FlopRule(sequence_length=8, causal=True)
@@ -22,10 +24,22 @@ def test_a_step_takes_its_flops_over_the_share_of_the_peak_that_is_reached() -> 
     plan = make_plan(recipe, H800, 0.25)
     flops = 64 * training_flops(recipe.model, CAUSAL)
     assert plan.step_seconds == pytest.approx(flops / (4 * 989e12 * 0.25))
-    assert plan.overall_mfu == 0.25
-    assert plan.days == pytest.approx(100 * plan.step_seconds / 86400)
-    assert plan.gpu_hours == pytest.approx(4 * 24 * plan.days)
-    assert plan.tokens_per_second_per_gpu == pytest.approx(64 / 4 / plan.step_seconds)
+    pace = plan.stated
+    assert pace.step_seconds == plan.step_seconds
+    assert pace.mfu(H800) == pytest.approx(0.25)
+    assert pace.days == pytest.approx(100 * plan.step_seconds / 86400)
+    assert pace.gpu_hours == pytest.approx(4 * 24 * pace.days)
+    assert pace.tokens_per_second_per_gpu == pytest.approx(64 / 4 / plan.step_seconds)
+
+
+def test_the_slow_end_of_the_range_adds_all_communication_to_every_step() -> None:
+    plan = make_plan(small_recipe(VHA, {"data": 4}), H800, 0.25)
+    step = plan.step_seconds + plan.communication_seconds
+    assert step > plan.step_seconds
+    pace = plan.with_communication
+    assert (pace.step_seconds, pace.days) == (step, pytest.approx(100 * step / 86400))
+    assert pace.gpu_hours == pytest.approx(4 * 100 * step / 3600)
+    assert pace.mfu(H800) == pytest.approx(0.25 * plan.step_seconds / step)
 
 
 def test_waiting_stages_and_recomputed_flops_lengthen_the_step() -> None:
@@ -33,7 +47,7 @@ def test_waiting_stages_and_recomputed_flops_lengthen_the_step() -> None:
     piped = make_plan(small_recipe(VHA, {"pipeline": 2}, recompute="full"), H800, 0.4)
     factor = (1 + piped.recomputed) * (8 + 1) / 8
     assert piped.step_seconds == pytest.approx(plain.step_seconds * factor)
-    assert piped.overall_mfu == pytest.approx(0.4 / factor)
+    assert piped.stated.mfu(H800) == pytest.approx(0.4 / factor)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +113,7 @@ def test_what_is_rounded_to_fp8_runs_at_its_peak(fp8: Any, fast: tuple[str, ...]
         (3 * flops + again.get(part, 0)) / (1979e12 if part in fast else 989e12) for part, flops in parts.items()
     )
     assert plan.step_seconds == pytest.approx(64 * seconds / 0.5)
-    assert plan.overall_mfu == pytest.approx(64 * 3 * sum(parts.values()) / (989e12 * plan.step_seconds))
+    assert plan.stated.mfu(H800) == pytest.approx(64 * 3 * sum(parts.values()) / (989e12 * plan.step_seconds))
 
 
 def test_fp8_on_a_gpu_without_it_is_refused() -> None:
@@ -131,6 +145,13 @@ def test_a_plan_shows_the_stage_that_communicates_longest() -> None:
     plan = make_plan(recipe, H800, 0.4)
     sent = [sum(transfer.ring for transfer in transfers(recipe, stage)) for stage in range(4)]
     assert sum(transfer.ring for transfer in plan.transfers) == max(sent) > min(sent)
+
+
+def test_a_plan_fits_where_its_largest_rank_does() -> None:
+    plan = make_plan(small_recipe(VHA, {"pipeline": 4}), H800, 0.4)
+    assert plan.fits and plan.best.total < plan.worst.total
+    between = (plan.best.total + plan.worst.total) / 2 / (1 - RESERVE)
+    assert not replace(plan, gpu=replace(H800, memory=int(between))).fits
 
 
 @pytest.mark.parametrize("mfu", [0.0, -0.1, 1.5, float("nan")])

@@ -68,8 +68,8 @@ def test_the_cache_is_a_quarter_and_the_step_is_not() -> None:
 
 def test_what_is_too_large_for_the_gpu_is_said() -> None:
     small = replace(H200, memory=10**9)
-    assert values(decode(published("1.7B", VHA_16), 1, 16, small))["fits_one_gpu"] == "no"
-    assert values(decode(published("1.7B", VHA_16), 1, 16, H200))["fits_one_gpu"] == "yes"
+    assert values(decode(published("1.7B", VHA_16), 1, 16, small))["fits_one_gpu"] is False
+    assert values(decode(published("1.7B", VHA_16), 1, 16, H200))["fits_one_gpu"] is True
 
 
 @pytest.mark.parametrize(("batch", "context", "flag"), [(0, 5, "--batch 0"), (5, 0, "--context 0")])

@@ -12,7 +12,17 @@ from vha_paddle.config.check import check
 from vha_paddle.errors import UserError
 from vha_paddle.plan.cost import make_plan
 from vha_paddle.plan.gpus import GPUS
-from vha_paddle.plan.layouts import NUM_PROPOSED, SAME_TIME, candidates, propose
+from vha_paddle.plan.layouts import (
+    NUM_PROPOSED,
+    OWN,
+    OWN_TUNED,
+    SAME_TIME,
+    SEARCHED,
+    candidates,
+    proposals,
+    propose,
+    rescaled,
+)
 from vha_paddle.plan.schedule import schedule_of
 
 H800 = GPUS["h800"]
@@ -88,6 +98,58 @@ def test_a_number_of_gpus_that_nothing_multiplies_to_is_refused_with_those_that_
 def test_the_quickstart_can_be_planned_for_more_gpus(request: pytest.FixtureRequest) -> None:
     recipe = load_recipe(request.config.rootpath / "recipes" / "quickstart.yaml")
     assert all(plan.recipe.num_ranks == 4 for plan in propose(recipe, 4, H800, 0.4))
+
+
+def test_candidates_vary_the_microbatch_by_its_divisors() -> None:
+    recipe = small_recipe(VHA, data={"micro_batch_size": 4})
+    found = list(candidates(recipe, 2))
+    assert {candidate.data.micro_batch_size for candidate in found} == {1, 2, 4}
+    assert {candidate.data.global_batch_size for candidate in found} == {8}
+
+
+def test_the_own_layout_of_table_1_comes_first_then_what_is_faster_on_the_same_degrees(
+    request: pytest.FixtureRequest,
+) -> None:
+    """By hand: 64 shards, one sequence a microbatch and nothing recomputed take 27.0 GiB and 0.903 s a step."""
+    recipe = load_recipe(request.config.rootpath / "recipes" / "table1_1p7b_vha.yaml")
+    own, tuned, *others = proposals(recipe, 64, GPUS["h100"], 0.4)
+    assert own.origin == OWN and own.plan.recipe == recipe.model_copy(
+        update={"parallel": recipe.parallel.model_copy(update={"sharding": 64})}
+    )
+    assert tuned.origin == OWN_TUNED and tuned.plan.recipe.parallel == own.plan.recipe.parallel
+    assert tuned.plan.recipe.data.micro_batch_size == 1 and tuned.plan.recipe.memory.recompute == "none"
+    assert round(tuned.plan.worst.total / 2**30, 2) == 27.03
+    assert round(tuned.plan.step_seconds, 3) == 0.903 and round(tuned.plan.stated.gpu_hours) == 385
+    assert tuned.plan.with_communication.step_seconds < own.plan.with_communication.step_seconds
+    assert others and all(proposal.origin == SEARCHED for proposal in others)
+
+
+def test_the_own_layout_comes_first_where_it_does_not_fit() -> None:
+    own, *_ = proposals(large(sharding=64), 32, replace(H800, memory=10**9), 0.4)
+    assert own.origin == OWN and not own.plan.fits and own.plan.recipe.parallel.sharding == 32
+
+
+def test_a_recipe_that_does_not_fit_is_not_its_own_proposal() -> None:
+    recipe = large(data=64)
+    small = replace(H800, memory=20 * 10**9)
+    found = proposals(recipe, 64, small, 0.4)
+    assert found[0].origin == OWN_TUNED and all(proposal.plan.recipe != recipe for proposal in found)
+    assert not any(one == other for i, one in enumerate(found) for other in found[:i])
+
+
+def test_rescaling_changes_the_shards_or_the_data_ranks_and_what_must_follow() -> None:
+    assert rescaled(small_recipe(VHA, {"data": 2}), 4) == small_recipe(VHA, {"data": 4})
+    sharded = small_recipe(VHA, {"sharding": 4, "sharding_stage": 2, "data": 2})
+    assert rescaled(sharded, 4) == small_recipe(VHA, {"sharding": 2, "sharding_stage": 2, "data": 2})
+    assert rescaled(sharded, 2) == small_recipe(VHA, {"sharding": 1, "data": 2})
+    assert rescaled(sharded, 3) is None
+    model = {"intermediate_size": None, "experts": EXPERTS["experts"]}
+    experts = small_recipe(VHA, {"sharding": 8, "expert": 4}, model=model)
+    assert rescaled(experts, 4) == small_recipe(VHA, {"sharding": 4, "expert": 4}, model=model)
+    assert rescaled(experts, 2) == small_recipe(VHA, {"sharding": 2, "expert": 2}, model=model)
+    four = small_recipe(VHA, {"data": 2}, data={"micro_batch_size": 4})
+    assert rescaled(four, 8) == small_recipe(VHA, {"data": 8}, data={"micro_batch_size": 1})
+    assert rescaled(four, 16) is None  # 8 sequences a step
 
 
 EXPERTS = {

@@ -135,3 +135,26 @@ def test_a_stage_of_a_hybrid_keeps_what_each_of_its_layers_keeps() -> None:
     found = rank_memory(recipe, 0, 0)
     assert found.activations == found.activations_per_microbatch == 2 * kept
     assert activations.layer_kept(recipe, full) != activations.layer_kept(recipe, other)
+
+
+def test_the_block_at_work_is_the_largest_kind_of_a_hybrid() -> None:
+    wide = VHA | {"postmix_rank": 8}
+    for attention, sliding in ((VHA, wide), (wide, VHA)):
+        hybrid = {"sliding_window": {"window": 3, "full_every": 2, "attention": sliding}}
+        recipe = small_recipe(attention, recompute="full", model=hybrid)
+        blocks = [
+            activations.layer_recomputed(recipe, one)
+            + activations.layer_terms(recipe, one)["gate, up and their product"]
+            for one in recipe.model.attentions
+        ]
+        assert rank_memory(recipe, 0, 0).block == max(blocks) > min(blocks)
+
+
+def test_chunks_of_a_hybrid_are_counted_as_the_largest_of_them() -> None:
+    hybrid = {"sliding_window": {"window": 3, "full_every": 2, "attention": GROUPED}, "num_hidden_layers": 6}
+    degrees = {"pipeline": 3, "virtual_pipeline": 2}
+    recipe = small_recipe(VHA, degrees, model=hybrid, data={"global_batch_size": 6})  # a sliding chunk and a full one
+    kept = [activations.layer_kept(recipe, one) for one in recipe.model.attentions]
+    passes = schedule_of(recipe.parallel, 6).chunks_kept(0)
+    assert rank_memory(recipe, 0, 0).activations == passes * (max(kept) + 8 * 24 * 4)
+    assert max(kept) > min(kept)

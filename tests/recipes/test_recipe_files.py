@@ -13,6 +13,7 @@ import pytest
 from tests.recipes.files import ALL, RECIPES, ROOT, SCALES, STAGES, path_of
 from tools.make_recipes import stale
 from tools.recipe_book.pages import files
+from tools.recipe_book.values import LINE
 from vha_paddle.config import load_recipe
 from vha_paddle.config.differences import differences
 from vha_paddle.counts import active_parameters, kv_cache_bytes, parameters
@@ -193,3 +194,39 @@ def test_the_generator_checks_from_the_command_line(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tools/make_recipes.py"), "--check"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout) == (0, ""), result.stderr
+
+
+def origin(name: str, key: str) -> str:
+    """The first word of the comment behind the first `key` of a file."""
+    return re.search(rf"^ +{key}: \S+ +# (\w+)", path_of(name).read_text("utf-8"), re.MULTILINE)[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "expected"),
+    [
+        ("table1_1p7b_vha", "postmix_rank", "paper"),
+        ("table1_0p6b_vha", "postmix_rank", "upstream"),  # the paper states ranks at 1.7B, 4B and 30B-A3B
+        ("appendix_b_0p6b_vha_seed1", "postmix_rank", "upstream"),
+        ("table1_4b_vha", "postmix_rank", "paper"),
+        ("table1_1p7b_gqa8", "head_dim", "paper"),
+        ("table1_4b_gqa8", "head_dim", "upstream"),
+        ("30b_a3b_vha_fp8", "head_dim", "assumed"),
+        ("30b_a3b_vha_fp8", "architecture", "assumed"),  # stated of the runs on 50B tokens
+        ("table1_8b_a1b_vha", "architecture", "paper"),
+        ("10b_a1b_hybrid_vha_stage3_128k", "sequence_length", "derived"),
+        ("table1_1p7b_mla", "kind", "assumed"),
+        ("table1_1p7b_mfa", "kind", "assumed"),
+        ("table1_1p7b_vha", "premix", "paper"),
+        ("table4_1p7b_premix_only", "postmix", "assumed"),
+        ("table4_1p7b_postmix_only", "premix", "assumed"),
+        ("table4_1p7b_silu_premix", "premix", "assumed"),
+        ("table4_1p7b_silu_postmix", "postmix", "assumed"),
+    ],
+)
+def test_nothing_is_the_papers_that_it_does_not_state(name: str, key: str, expected: str) -> None:
+    assert origin(name, key) == expected
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_no_line_is_longer_than_the_projects_limit(name: str) -> None:
+    assert max(map(len, path_of(name).read_text("utf-8").splitlines())) <= LINE

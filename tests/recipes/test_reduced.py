@@ -17,6 +17,7 @@ from tests.recipes.files import ALL, ROOT, path_of
 from vha_paddle.config import Recipe, VirtualHeadAttention, load_recipe, recipe_from_dict
 from vha_paddle.config.load import with_overrides
 from vha_paddle.config.reduced import MOST_RANKS, reduced
+from vha_paddle.config.schema import WSDSchedule
 from vha_paddle.counts import parameters
 from vha_paddle.errors import UserError
 
@@ -37,8 +38,11 @@ def flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def test_a_recipe_becomes_small_and_keeps_its_structure(name: str) -> None:
     before, after = load_recipe(path_of(name)), small(name)
     assert after.num_ranks <= MOST_RANKS and parameters(after.model).total < 1_000_000
+    assert after.run.name == f"{before.run.name}_reduced"
     assert after.num_steps == 20 and after.run.output == f"runs/reduced/{name}" and after.run.start_from is None
     assert after.precision == before.precision.model_copy(update={"compute": "float32"})
+    intervals = (after.checkpoint.interval, after.logging.maps_interval, after.logging.eval_interval)
+    assert all(interval is None or interval <= 10 for interval in intervals)
     assert after.memory == before.memory and after.optim == before.optim
     assert after.model.tie_word_embeddings == before.model.tie_word_embeddings
     share = before.schedule.warmup_tokens / before.schedule.total_tokens
@@ -125,6 +129,17 @@ def test_an_odd_tensor_degree_goes_and_pipeline_stages_stay_equal() -> None:
     assert (after.parallel.tensor, after.parallel.pipeline, after.model.num_hidden_layers) == (1, 2, 4)
 
 
+def test_narrow_physical_heads_stay_as_narrow_and_a_shared_expert_becomes_small() -> None:
+    values = load_recipe(path_of("30b_a3b_vha_fp8")).model_dump()
+    values["model"]["attention"] |= {"physical_head_dim": 64, "premix_init": "orthogonal"}
+    values["model"]["experts"]["shared_expert_intermediate_size"] = 768
+    values["optim"]["decay_target"] = "zero"
+    after = reduced(recipe_from_dict(values, "test"), on_cpu=True).recipe.model
+    assert isinstance(after.attention, VirtualHeadAttention) and after.experts is not None
+    assert (after.attention.physical_head_dim, after.attention.head_dim) == (8, 16)  # half, as 64 of 128
+    assert after.experts.shared_expert_intermediate_size == after.experts.moe_intermediate_size == 32
+
+
 def test_one_rank_may_be_all_there_is() -> None:
     parallel = reduced(load_recipe(path_of("30b_a3b_vha_fp8")), on_cpu=False, most_ranks=1).recipe.parallel
     assert (parallel.sharding, parallel.expert) == (1, 1)
@@ -156,7 +171,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
         "vha": {"num_key_value_heads": groups, "head_dim": 128, "postmix_rank": draw(st.integers(1, 64))},
         "mla": {"q_lora_rank": draw(st.sampled_from([None, 8, 64]))},
         "mfa": {"head_dim": 256, "q_lora_rank": 64},
-        "gva": {"num_key_value_heads": kv_heads, "head_dim": 8, "qk_rope_head_dim": 4},
+        "gva": {"num_key_value_heads": kv_heads, "head_dim": 8, "qk_rope_head_dim": 64},
         "dcmha": {"num_groups": kv_heads, "head_dim": 8},
     }[kind]
     heads = (groups if kind == "vha" else kv_heads) * per_group
@@ -221,6 +236,9 @@ def recipes(draw: st.DrawFn) -> Recipe:
 def test_a_reduced_recipe_keeps_the_rules(recipe: Recipe, most_ranks: int) -> None:
     after = reduced(recipe, on_cpu=True, most_ranks=most_ranks).recipe  # checked inside
     assert after.num_ranks <= most_ranks and after.num_steps == 20
+    assert isinstance(after.schedule, WSDSchedule)
+    assert after.schedule.decay_tokens == after.schedule.total_tokens * 67 // 100
+    assert after.model.attention.rope_dim <= 16
 
 
 def train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

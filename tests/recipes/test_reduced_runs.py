@@ -132,8 +132,8 @@ def test_the_reduced_axes_train_as_one_process(name: str, folder: Path) -> None:
     assert_close(losses(launched.run.output), losses(alone.run.output), FLOAT32, "losses and norms")
 
 
-def command_in(folder: Path, *arguments: str) -> str:
-    """Output of tools/train.py, which may become the launcher; launcher and ranks end with the call."""
+def command_in(folder: Path, *arguments: str, code: int = 0) -> str:
+    """Both outputs of tools/train.py, which may become the launcher; launcher and ranks end with the call."""
     command = [sys.executable, str(TIED), str(ROOT / "tools/train.py"), *arguments]
     process = subprocess.Popen(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -146,7 +146,7 @@ def command_in(folder: Path, *arguments: str) -> str:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=60)
             os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, output[-3000:]
+    assert process.returncode == code, output[-3000:]
     return output
 
 
@@ -157,6 +157,13 @@ def test_the_command_makes_its_data_starts_its_ranks_and_runs_once(tmp_path: Pat
         output = command_in(tmp_path, *arguments)
         assert "starting 2 ranks: " in output and expected in output
         assert output.count("model.experts.num_experts: 128 -> 32") == 1
+        noise = ("LAUNCH INFO", "No ccache found. ", "    INFO]")
+        assert [line for line in output.splitlines() if any(word in line for word in noise)] == []
+    refused = command_in(tmp_path, *arguments, "model.hidden_size=96", code=2)
+    assert "starting 2 ranks" not in refused and len(refused.splitlines()) == 1
+    assert "the checkpoint was trained with another model section (model.hidden_size 64 -> 96)" in refused
+    path = "runs/reduced/30b_a3b_vha_fp8"
+    assert refused.endswith(f": add run.output={path}_2 to the command, or remove {path}\n")
     assert sorted(path.name for path in (tmp_path / "runs/reduced").iterdir()) == [
         ".data.lock",
         "30b_a3b_vha_fp8",

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.train.conftest import NUM_STEPS, MakeRecipe
-from vha_paddle.checkpoint.layout import step_directory
+from vha_paddle.checkpoint.layout import open_checkpoint, step_directory
 from vha_paddle.config import Recipe
+from vha_paddle.config.schema import Precision
 from vha_paddle.errors import UserError
 from vha_paddle.parallel.mesh import Mesh
-from vha_paddle.train.resume import changed_keys
+from vha_paddle.train.resume import _check_fit, changed_keys
 from vha_paddle.train.trainer import RunData, Trainer
 
 HOLD = """
@@ -69,6 +70,15 @@ def test_a_changed_model_is_refused_naming_the_key(make_recipe: MakeRecipe) -> N
     fit(make_recipe())
     with pytest.raises(UserError, match=r"another model section \(model.rope_theta 1000000.0 -> 500.0\)"):
         fit(make_recipe(model__rope_theta=500.0))
+
+
+def test_another_compute_dtype_is_refused_as_the_optimizers_state_is_another(make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe()
+    fit(recipe)
+    checkpoint = open_checkpoint(Path(recipe.run.output))
+    in_bfloat16 = recipe.model_copy(update={"precision": Precision(compute="bfloat16")})
+    with pytest.raises(UserError, match=r"precision.compute=bfloat16: the checkpoint was trained in float32"):
+        _check_fit(checkpoint, in_bfloat16, checkpoint.state.data_fingerprint)
 
 
 def test_a_damaged_newest_checkpoint_names_the_one_to_continue_from(make_recipe: MakeRecipe) -> None:

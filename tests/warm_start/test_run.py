@@ -13,7 +13,9 @@ import paddle
 import pytest
 
 from tests.checkpoints import (
+    SMALL_EXPERTS,
     SMALL_GROUPED,
+    SMALL_MIXTURE,
     SMALL_VHA,
     small_recipe,
     small_tokenizer,
@@ -23,13 +25,15 @@ from tests.checkpoints import (
 from tests.tolerances import FLOAT32, assert_close
 from tests.warm_start.conftest import GROUPED, VHA, MakeRecipe
 from vha_paddle.checkpoint.layout import open_checkpoint
-from vha_paddle.config import Recipe, recipe_to_yaml
+from vha_paddle.config import Recipe, load_recipe, recipe_to_yaml
+from vha_paddle.config.reduced import reduced
 from vha_paddle.errors import UserError
-from vha_paddle.evaluate import load_model, mean_loss, model_logits
+from vha_paddle.evaluate import load_model, model_logits, sequence_means
 from vha_paddle.fold import fold_premix, fold_state
 from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.train.trainer import RunData, Trainer
-from vha_paddle.warm_start.run import Text, open_text, warm_start
+from vha_paddle.warm_start.convert import layers_to_convert
+from vha_paddle.warm_start.run import FEWEST_COMPARED, Text, describe, difference, open_text, warm_start
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS_BS = np.random.default_rng(0).integers(0, 330, (2, 17))
@@ -93,10 +97,10 @@ def test_losses_are_of_tokens_that_no_fit_has_seen(
     assert fitted["data"]["fitted_tokens"] == 8192 and fitted["data"]["compared_tokens"] == 64 * 32
     stream = text.windows.samples(256, 320)
     for key, path in {"source": trained, "fitted_warm_start": Path(fitted["out"])}.items():
-        assert fitted["losses"][key] == pytest.approx(mean_loss(load_model(path), [stream]), rel=FLOAT32)
+        assert fitted["losses"][key] == pytest.approx(sequence_means(load_model(path), [stream]).mean(), rel=FLOAT32)
     assert np.array_equal(np.concatenate(list(text.to_fit())), text.windows.samples(0, 256)[0])
     random = Trainer(recipe, RunData(recipe), Mesh()).model
-    assert fitted["losses"]["random_start"] == pytest.approx(mean_loss(random, [stream]), rel=FLOAT32)
+    assert fitted["losses"]["random_start"] == pytest.approx(sequence_means(random, [stream]).mean(), rel=FLOAT32)
 
 
 def test_the_fit_lowers_the_error_of_every_layers_attention(fitted: dict[str, Any]) -> None:
@@ -147,7 +151,7 @@ def test_what_is_written_is_a_checkpoint_that_a_run_starts_from(
     recipe = make(VHA, run__start_from=fitted["out"], run__output=str(tmp_path / "run"), data__validation=None)
     trainer = Trainer(recipe, RunData(recipe), Mesh())
     text = open_text(folder / "text", recipe, folder / "tokenizer.model", 8192)
-    assert mean_loss(trainer.model, text.to_compare()) == pytest.approx(
+    assert sequence_means(trainer.model, text.to_compare()).mean() == pytest.approx(
         fitted["losses"]["fitted_warm_start"], rel=FLOAT32
     )
 
@@ -194,7 +198,7 @@ def test_experts_and_what_their_routers_remember_are_kept(make: MakeRecipe, fold
         assert array.any() and np.array_equal(found[name], array), name
     text = open_text(folder / "text", source, folder / "tokenizer.model", 2048)
     for key, model in {"source": before, "fitted_warm_start": after}.items():
-        assert report["losses"][key] == pytest.approx(mean_loss(model, text.to_compare()), rel=FLOAT32)
+        assert report["losses"][key] == pytest.approx(sequence_means(model, text.to_compare()).mean(), rel=FLOAT32)
 
 
 @pytest.mark.parametrize(
@@ -203,12 +207,13 @@ def test_experts_and_what_their_routers_remember_are_kept(make: MakeRecipe, fold
         (VHA | {"num_key_value_heads": 8}, {}, "num_key_value_heads=8: must divide the 4 of the source"),
         (VHA | {"num_attention_heads": 16}, {}, "num_attention_heads=16: the source has 8"),
         (VHA | {"head_dim": 16}, {}, "head_dim=16: the source has 8"),
-        (VHA | {"output_gate": "before_postmix"}, {}, "output_gate=True: the source has False"),
+        (VHA | {"output_gate": "before_postmix"}, {}, "output_gate=before_postmix: the source has no gate: use none"),
         (VHA | {"premix": "silu"}, {}, "a map that does not fold"),
         (GROUPED | {"num_key_value_heads": 2}, {}, "kind=grouped: a warm start makes virtual heads; use vha"),
         (GROUPED, {}, "the source has the same; name the source as run.start_from"),
         (VHA, {"model__hidden_size": 48}, "model.hidden_size=48: the source has 32, and it is copied; use that"),
         (VHA, {"model__rope_theta": 5e5}, "model.rope_theta=500000.0: the source has 1000.0"),
+        (VHA, {"model__rms_norm_eps": 1e-5}, "model.rms_norm_eps=1e-05: the source has 1e-06"),
     ],
 )
 def test_a_model_that_is_no_counterpart_is_refused(
@@ -217,6 +222,13 @@ def test_a_model_that_is_no_counterpart_is_refused(
     with pytest.raises(UserError, match=words):
         warm_start(trained, make(attention, **changes), tmp_path / "out", data=None, num_tokens=0)
     assert not (tmp_path / "out").exists()
+
+
+def test_experts_that_are_used_in_another_way_are_refused() -> None:
+    source = small_recipe(SMALL_GROUPED, **SMALL_MIXTURE).model
+    other = {"intermediate_size": None, "experts": SMALL_EXPERTS | {"norm_topk_prob": False}}
+    with pytest.raises(UserError, match="model.experts=.*'norm_topk_prob': False.*: the source has "):
+        layers_to_convert(source, small_recipe(SMALL_VHA, **other).model)
 
 
 def test_a_source_with_virtual_heads_is_refused(make: MakeRecipe, tmp_path: Path) -> None:
@@ -234,6 +246,45 @@ def test_a_source_that_is_not_finite_is_refused_naming_the_tensor(tmp_path: Path
     source = write_checkpoint(tmp_path / "source", grouped, weights, small_tokenizer())
     with pytest.raises(UserError, match=r"layers\.1\.self_attn\.q_proj\.weight holds values that are not finite"):
         warm_start(source, small_recipe(SMALL_VHA), tmp_path / "out", data=None, num_tokens=0)
+
+
+def test_the_difference_of_two_losses_has_the_error_of_pairs(
+    fitted: dict[str, Any], trained: Path, make: MakeRecipe, folder: Path
+) -> None:
+    stream = open_text(folder / "text", make(VHA), folder / "tokenizer.model", 8192).windows.samples(256, 320)
+    found, source = (sequence_means(load_model(path), [stream]) for path in (Path(fitted["out"]), trained))
+    measured = fitted["differences"]["fitted_warm_start - source"]
+    expected = [np.mean(found - source), np.std(found - source) / np.sqrt(63)]  # 64 sequences
+    assert_close(np.array([measured["mean"], measured["standard_error"]]), np.array(expected), 1e-4, "difference")
+    assert difference(np.array([3.0, 9.0]), np.array([2.0, 6.0])) == {"mean": 2.0, "standard_error": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("mean", "words", "harmed"),
+    [
+        (-0.3, "-0.3000 ± 0.1000  is better than the weights alone", False),
+        (0.3, "+0.3000 ± 0.1000  is worse than the weights alone", True),
+        (0.2, "+0.2000 ± 0.1000  is as good as the weights alone within the noise", False),
+        (-0.2, "-0.2000 ± 0.1000  is as good as the weights alone within the noise", False),
+    ],
+)
+def test_the_report_says_in_words_what_the_figures_show(
+    fitted: dict[str, Any], mean: float, words: str, harmed: bool
+) -> None:
+    measured = {"fitted_warm_start - warm_start": {"mean": mean, "standard_error": 0.1}}
+    lines = list(describe(fitted | {"differences": fitted["differences"] | measured}))
+    assert f"   {words}" in lines
+    assert ("  the fit did harm: make it without --data, or give more --tokens" in lines) == harmed
+
+
+def test_few_evaluation_sequences_do_not_make_the_comparison_short(make: MakeRecipe, folder: Path) -> None:
+    few = make(VHA, logging__eval_sequences=4)
+    assert open_text(folder / "text", few, folder / "tokenizer.model", 320).num_compared == FEWEST_COMPARED
+    samples = 60_002 // 32
+    left = open_text(folder / "text", few, folder / "tokenizer.model", (samples - 2) * 32)
+    assert (left.num_fitted, left.num_compared) == (samples - 2, 2)
+    with pytest.raises(UserError, match=f"leave two of the {samples} "):
+        open_text(folder / "text", few, folder / "tokenizer.model", (samples - 1) * 32)
 
 
 @pytest.mark.parametrize("num_tokens", [31, 60_003])
@@ -274,3 +325,15 @@ def test_the_tool_prints_losses_and_writes_what_it_says(
     assert text[-1] == f"wrote {tmp_path / 'plain'}; train it with run.start_from={tmp_path / 'plain'}"
     without_data = tool(str(trained), str(recipe), "--out", str(tmp_path / "x"), "--tokens", "4096")
     assert without_data.returncode == 2 and "--tokens 4096: has no effect without --data" in without_data.stderr
+
+
+def test_the_reduced_recipe_starts_from_its_reduced_source(tmp_path: Path) -> None:
+    """The two recipes that are meant for each other still are when both are small."""
+    models = [f"recipes/{name}.yaml" for name in ("table2_1p7b_gqa16_2", "ours_1p7b_vha_from_gqa2")]
+    grouped, virtual = (reduced(load_recipe(ROOT / path), on_cpu=True).recipe for path in models)
+    source = write_checkpoint(tmp_path / "source", grouped, trained_weights(grouped), small_tokenizer())
+    arguments = [str(source), str(ROOT / models[1]), "--reduced", "run.seed=7", "--out", str(tmp_path / "out")]
+    result = tool(*arguments)
+    assert result.returncode == 0 and "model.hidden_size: 2048 -> 64" in result.stderr.splitlines()
+    made = open_checkpoint(tmp_path / "out").recipe
+    assert made.model == virtual.model and (made.run.seed, made.run.name) == (7, "ours_1p7b_vha_from_gqa2_reduced")

@@ -17,6 +17,7 @@ _SEED_OURS = "ours; upstream's repeats set none and differ in their output folde
 _DECAY = upstream("zero", "there only names with 'bias' or 'norm' are exempt; the paper does not say")
 _1P7B = SCALES["1p7b"]
 _RANK_4 = paper(4, "N / 4")
+_RANK_4_0P6B = upstream(4, "N / 4")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,18 +72,23 @@ def _1p7b(file: str, where: str, variant: str, attention: Section, decay: Value 
 
 
 def _vha_1p7b(rank: Value = _RANK_4, **changes: Value) -> dict[str, Value]:
-    return vha(upstream(16), rank, **changes)
+    return vha(upstream(16), rank, _1P7B.head_dim, **changes)
 
 
 def _table_1() -> Iterator[Cell]:
-    ranks = {"0p6b": _RANK_4, "1p7b": _RANK_4, "4b": paper(8, "N / 4"), "8b_a1b": derived(4, "N / 4, as elsewhere")}
+    ranks = {
+        "0p6b": _RANK_4_0P6B,
+        "1p7b": _RANK_4,
+        "4b": paper(8, "N / 4"),
+        "8b_a1b": derived(4, "N / 4, as elsewhere"),
+    }
     for key, rank in ranks.items():
         scale = SCALES[key]
         variants = {
-            f"GQA-{scale.kv_heads.value}": grouped(scale.heads, scale.kv_heads),
+            f"GQA-{scale.kv_heads.value}": grouped(scale.heads, scale.kv_heads, scale.head_dim),
             "MLA": mla(scale),
             "MFA": mfa(scale),
-            "VHA": vha(scale.heads, rank),
+            "VHA": vha(scale.heads, rank, scale.head_dim),
         }
         for variant, attention in variants.items():
             where = f"Table 1 ({scale.label}, {variant})"
@@ -97,26 +103,29 @@ def _table_1() -> Iterator[Cell]:
 
 
 def _table_2() -> Iterator[Cell]:
-    mha = grouped(paper(12), paper(12, "every query head has its own"))
+    width = _1P7B.head_dim
+    mha = grouped(paper(12), paper(12, "every query head has its own"), width)
     yield _1p7b("table2_1p7b_mha12", "Table 2 (MHA-12)", "MHA-12", mha)
-    gqa2 = grouped(paper(16), paper(2))
+    gqa2 = grouped(paper(16), paper(2), width)
     yield _1p7b("table2_1p7b_gqa16_2", "Table 2 (GQA 16-2)", "GQA 16-2", gqa2)
-    half = grouped(paper(8, "half of GQA-8's; o_proj reads 8 heads too"), paper(2))
+    half = grouped(paper(8, "half of GQA-8's; o_proj reads 8 heads too"), paper(2), width)
     yield _1p7b("table2_1p7b_gqa8_2", "Table 2 (half-head GQA 8-2-2)", "GQA 8-2-2", half)
-    mqa = grouped(assumed(16, "as in GQA-8; ours, not in the paper"), assumed(1, "multi-query"))
+    mqa = grouped(assumed(16, "as in GQA-8; ours, not in the paper"), assumed(1, "multi-query"), width)
     yield _1p7b("table2_1p7b_mqa", "none: beside Table 2", "MQA", mqa)
 
 
 def _table_4() -> Iterator[Cell]:
-    no_postmix = without(_vha_1p7b(postmix=paper("none")), *_POSTMIX_KEYS)
+    alone = assumed("none", "the paper says 'Premix alone'; here it makes 16 heads of 8, and nothing mixes them")
+    no_postmix = without(_vha_1p7b(postmix=alone), *_POSTMIX_KEYS)
     yield _1p7b("table4_1p7b_premix_only", "Table 4 (Premix only)", "Premix only", no_postmix)
-    told = "W_Q makes all 16 heads, as with upstream's switch for it"
-    no_premix = without(_vha_1p7b(premix=paper("none", told)), *_PREMIX_KEYS)
-    no_premix["num_attention_heads"] = paper(16, "without Premix none is virtual")
+    alone = assumed("none", "the paper says 'Postmix alone'; here W_Q makes all 16 heads")
+    no_premix = without(_vha_1p7b(premix=alone), *_PREMIX_KEYS)
+    no_premix["num_attention_heads"] = assumed(16, "as many as with Premix; none is virtual")
     yield _1p7b("table4_1p7b_postmix_only", "Table 4 (Postmix only)", "Postmix only", no_premix)
     for part in ("premix", "postmix"):
-        silu = _vha_1p7b(**{part: paper("silu", "an ablation: it does not fold")})
         name = part.capitalize()
+        where = f"the paper says SiLU in {name}, not where in it: docs/vha.md has our place. It does not fold"
+        silu = _vha_1p7b(**{part: assumed("silu", where)})
         yield _1p7b(f"table4_1p7b_silu_{part}", f"Table 4 (SiLU in {name})", f"SiLU in {name}", silu)
     full = "16 or more is full rank: B A^T is 16 x 16"
     skipped = "a rank that the paper skips; ours"
@@ -128,8 +137,8 @@ def _table_4() -> Iterator[Cell]:
 def _appendix_b() -> Iterator[Cell]:
     scale = SCALES["0p6b"]
     variants = {
-        "GQA-8": (3, grouped(scale.heads, scale.kv_heads)),
-        "VHA": (4, vha(scale.heads, _RANK_4)),
+        "GQA-8": (3, grouped(scale.heads, scale.kv_heads, scale.head_dim)),
+        "VHA": (4, vha(scale.heads, _RANK_4_0P6B, scale.head_dim)),
     }
     for variant, (repeats, attention) in variants.items():
         for number in range(1, repeats + 1):
@@ -142,9 +151,9 @@ def _appendix_b() -> Iterator[Cell]:
 def _table_3() -> Iterator[Cell]:
     scale = SCALES["30b_a3b"]
     variants = {
-        "GQA-4": grouped(scale.heads, scale.kv_heads),
+        "GQA-4": grouped(scale.heads, scale.kv_heads, scale.head_dim),
         "MLA": mla(scale),
-        "VHA": vha(paper(48), paper(12, "N / 4")),
+        "VHA": vha(paper(48), paper(12, "N / 4"), scale.head_dim),
     }
     for variant, attention in variants.items():
         file = f"30b_a3b_{variant.lower().replace('-', '')}_fp8"
@@ -153,12 +162,16 @@ def _table_3() -> Iterator[Cell]:
 
 def _hybrids() -> Iterator[Cell]:
     scale = SCALES["10b_a1b"]
-    arms = {"GQA": grouped(scale.heads, scale.kv_heads), "VHA": vha(scale.heads, derived(4, "N / 4, as elsewhere"))}
+    arms = {
+        "GQA": grouped(scale.heads, scale.kv_heads, scale.head_dim),
+        "VHA": vha(scale.heads, derived(4, "N / 4, as elsewhere"), scale.head_dim),
+    }
+    kind = assumed("grouped", "in both arms: the paper says that only the full layers differ")
     alike = "2 in both arms: the paper says that only the full layers differ, not what these have"
     sliding: Section = {
         "window": assumed(1024, "unknown"),
         "full_every": paper(4, "full : sliding = 1 : 3; which of the four is full is unknown"),
-        "attention": grouped(scale.heads, assumed(2, alike)),
+        "attention": grouped(scale.heads, assumed(2, alike), scale.head_dim) | {"kind": kind},
     }
     longest = derived(131072, "the last stage's")
     for variant, attention in arms.items():

@@ -21,10 +21,12 @@ class Scale:
     """A size of model; `heads` and `kv_heads` are those of its grouped-query baseline."""
 
     label: str
+    architecture: Value
     layers: Value
     hidden: Value
     heads: Value
     kv_heads: Value
+    head_dim: Value
     lr: Value
     tied: Value
     intermediate: Value | None = None
@@ -37,14 +39,20 @@ class Scale:
         return assumed(value, "as in the dense models" + f"; {note}" * bool(note))
 
 
-def _dense(label: str, layers: int, hidden: int, intermediate: Value, heads: int, lr: float) -> Scale:
+_QWEN3 = paper("qwen3", "of the runs on 50B tokens")
+_ARCHITECTURE = assumed("qwen3", "the paper says it of the runs on 50B tokens")
+
+
+def _dense(label: str, layers: int, hidden: int, intermediate: Value, heads: int, lr: float, head_dim: Value) -> Scale:
     return Scale(
         label=label,
+        architecture=_QWEN3,
         layers=upstream(layers),
         hidden=upstream(hidden),
         intermediate=intermediate,
         heads=upstream(heads),
         kv_heads=paper(8),
+        head_dim=head_dim,
         lr=upstream(lr),
         tied=upstream(True),
     )
@@ -61,14 +69,16 @@ def _experts(width: Value, why: str) -> Section:
     }
 
 
-def _small_moe(label: str, layers: int, kv_heads: Value, target: str) -> Scale:
+def _small_moe(label: str, architecture: Value, layers: int, kv_heads: Value, target: str) -> Scale:
     like = f"unknown; like {_PUBLIC}"
     return Scale(
         label=label,
+        architecture=architecture,
         layers=assumed(layers, f"unknown; with the widths below it gives about {target}"),
         hidden=assumed(1536, "unknown; between 0.6B's and 1.7B's"),
         heads=assumed(16, "unknown; as at 0.6B and 1.7B"),
         kv_heads=kv_heads,
+        head_dim=assumed(128, "unknown; as in the dense models"),
         lr=assumed(2e-4, "unknown; as at 1.7B and 4B"),
         tied=assumed(True, "unknown; as in the dense models"),
         experts=_experts(assumed(512, f"unknown; gives about {target}"), like),
@@ -77,17 +87,19 @@ def _small_moe(label: str, layers: int, kv_heads: Value, target: str) -> Scale:
 
 _BASELINE_8B = "GQA-8 as at the other scales; a cache of 'a quarter to half' of GQA's would also allow 4 here"
 SCALES = {
-    "0p6b": _dense("0.6B", 28, 1024, upstream(3072), 16, 2.5e-4),
-    "1p7b": _dense("1.7B", 28, 2048, upstream(6144, "the paper's table of FLOPs fits 5504"), 16, 2e-4),
-    "4b": _dense("4B", 36, 2560, upstream(9728), 32, 2e-4),
-    "8b_a1b": _small_moe("8B-A1B", 26, assumed(8, _BASELINE_8B), "8B in total, 1B active"),
-    "10b_a1b": _small_moe("10B-A1B", 32, paper(4), "10B in total, 1B active"),
+    "0p6b": _dense("0.6B", 28, 1024, upstream(3072), 16, 2.5e-4, upstream(128)),
+    "1p7b": _dense("1.7B", 28, 2048, upstream(6144, "the paper's table of FLOPs fits 5504"), 16, 2e-4, paper(128)),
+    "4b": _dense("4B", 36, 2560, upstream(9728), 32, 2e-4, upstream(128)),
+    "8b_a1b": _small_moe("8B-A1B", _QWEN3, 26, assumed(8, _BASELINE_8B), "8B in total, 1B active"),
+    "10b_a1b": _small_moe("10B-A1B", _ARCHITECTURE, 32, paper(4), "10B in total, 1B active"),
     "30b_a3b": Scale(
         label="30B-A3B",
+        architecture=_ARCHITECTURE,
         layers=assumed(48, f"{_PUBLIC}; the paper's whole shape is unknown"),
         hidden=assumed(2048, _PUBLIC),
         heads=assumed(48, f"as many as the paper's VHA model has virtual heads; {_PUBLIC} has 32"),
         kv_heads=paper(4),
+        head_dim=assumed(128, _PUBLIC),
         lr=assumed(2e-4, "unknown; as at 1.7B and 4B"),
         tied=assumed(False, _PUBLIC),
         experts=_experts(assumed(768, _PUBLIC), _PUBLIC),
@@ -95,24 +107,24 @@ SCALES = {
 }
 
 
-def grouped(heads: Value, kv_heads: Value) -> Section:
+def grouped(heads: Value, kv_heads: Value, head_dim: Value) -> dict[str, Value]:
     return {
         "kind": paper("grouped"),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": paper(128),
+        "head_dim": head_dim,
         "output_gate": assumed(False, _GATE),
     }
 
 
-def vha(heads: Value, rank: Value, **changes: Value) -> dict[str, Value]:
+def vha(heads: Value, rank: Value, head_dim: Value, **changes: Value) -> dict[str, Value]:
     """VHA with two KV heads; `changes` replaces or adds keys."""
     virtual = f"virtual: {int(heads.value) // 2} physical heads, seen by 2 groups"
     return {
         "kind": paper("vha"),
         "num_attention_heads": replace(heads, why="; ".join(filter(None, (heads.why, virtual)))),
         "num_key_value_heads": paper(2),
-        "head_dim": paper(128),
+        "head_dim": head_dim,
         "premix": paper("linear"),
         "postmix": paper("linear"),
         "postmix_rank": rank,
@@ -131,7 +143,7 @@ def without(section: dict[str, Value], *keys: str) -> dict[str, Value]:
 def mla(scale: Scale) -> Section:
     def section(heads: Value) -> Section:
         return {
-            "kind": paper("mla"),
+            "kind": assumed("mla", "the paper says MLA; its form here is DeepSeek-V2's (docs/attention.md)"),
             "num_attention_heads": heads,
             "kv_lora_rank": paper(512),
             "qk_nope_head_dim": assumed(128, "unknown; DeepSeek-V2's"),
@@ -147,7 +159,7 @@ def mfa(scale: Scale) -> Section:
 
     def section(heads: Value) -> Section:
         return {
-            "kind": paper("mfa"),
+            "kind": assumed("mfa", "the paper says MFA; its form here is Step3's (docs/attention.md)"),
             "num_attention_heads": heads,
             "head_dim": assumed(256, "C is unknown; 2C values of cache are 1 KB, as VHA's"),
             "q_lora_rank": assumed(latent, "unknown; half of hidden_size"),
@@ -158,7 +170,7 @@ def mfa(scale: Scale) -> Section:
 
 def _matched(scale: Scale, section: Callable[[Value], Section]) -> Section:
     """The section with the even number of heads whose attention is nearest in size to the grouped baseline's."""
-    goal = attention_size(grouped(scale.heads, scale.kv_heads), scale)
+    goal = attention_size(grouped(scale.heads, scale.kv_heads, scale.head_dim), scale)
 
     def size(heads: int) -> int:
         return attention_size(section(assumed(heads, "")), scale)
@@ -181,7 +193,7 @@ def model_section(scale: Scale, attention: Section, positions: Value, sliding: S
     if sliding is not None:
         nested["sliding_window"] = sliding
     return {
-        "architecture": paper("qwen3"),
+        "architecture": scale.architecture,
         "vocab_size": scale.known(151936, "the Qwen3 tokenizer has 151,669 ids; the other rows are never used"),
         "hidden_size": scale.hidden,
         **feed_forward,

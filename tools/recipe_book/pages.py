@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import get_args
 
 from tools.recipe_book import keys
 from tools.recipe_book.cells import Cell, cells
-from tools.recipe_book.values import Origin, origins, plain, to_yaml
+from tools.recipe_book.values import LINE, Origin, origins, plain, to_yaml
 from vha_paddle.config import Recipe, recipe_from_dict
 from vha_paddle.counts import active_parameters, kv_cache_bytes, parameters
 from vha_paddle.errors import UserError
@@ -34,12 +35,13 @@ def recipe_text(cell: Cell) -> str:
     recipe = _checked(cell)
     active, total = active_parameters(recipe.model), parameters(recipe.model).total
     of_them = f", {active:,} of them active" if active != total else ""
+    size = f"{total:,} parameters{of_them}; {_cache(recipe)} of cache per token and layer in bfloat16."
     nodes, tokens = recipe.num_ranks // _GPUS_PER_NODE, recipe.schedule.total_tokens
     return f"""\
 # yaml-language-server: $schema=recipe.schema.json
 # {cell.variant} at {cell.scale.label}: {tokens / 1e9:.3g}B tokens in sequences of {recipe.data.sequence_length:,}.
 # Cell: {cell.where}.
-# {total:,} parameters{of_them}; {_cache(recipe)} of cache per token and layer in bfloat16.
+{textwrap.fill(size, LINE, initial_indent="# ", subsequent_indent="# ")}
 # Behind each value is its origin: paper; upstream, the public research configs; derived from others; assumed where it
 # is unknown (see README.md). On each of {nodes} nodes of {_GPUS_PER_NODE} GPUs, and small on any machine:
 #   python -m paddle.distributed.launch --nnodes {nodes} --rank RANK --master ADDRESS:PORT \\

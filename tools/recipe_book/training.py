@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from tools.recipe_book.models import Scale
 from tools.recipe_book.values import Section, Value, assumed, derived, paper, upstream
 
-_CORPUS = "FineWeb-Edu (paper), the path is ours; which part of it, and its order, are unknown"
+_FINEWEB = "FineWeb-Edu (paper), the path is ours; which part of it, and its order, are unknown"
+_UNKNOWN_CORPUS = "unknown; FineWeb-Edu as in the runs on 50B tokens, the path is ours"
 _TOKENIZER = (
-    "the paper's models have the Qwen3 tokenizer (upstream); what is read today is a SentencePiece model, as "
+    "upstream's dense models have the Qwen3 tokenizer; what is read today is a SentencePiece model, as "
     "tools/prepare_data.py trains one"
 )
 _OURS = "ours; it changes nothing of what is trained"
@@ -25,6 +26,8 @@ class Training:
     total_tokens: Value
     warmup_tokens: Value
     sharding: Value
+    corpus: str = _FINEWEB
+    """Why data.train is what it is."""
     expert: int = 1
     context: int = 1
     fp8: Value | None = None
@@ -65,6 +68,7 @@ MOE_500B = Training(
     total_tokens=paper(500_000_000_000),
     warmup_tokens=assumed(2_000 * 512 * 8192, "2,000 steps, as in the dense runs"),
     sharding=assumed(128, "unknown; 16 nodes of 8 GPUs"),
+    corpus=_UNKNOWN_CORPUS,
     expert=8,
     fp8=assumed("all", "the paper says FP8, not which products: all projections of attention and experts"),
 )
@@ -80,15 +84,17 @@ def _stage(length: Value, sequences: int, tokens: int, warmup_steps: int, contex
         total_tokens=assumed(tokens, "unknown"),
         warmup_tokens=assumed(warmup_steps * tokens_per_step, f"unknown; {warmup_steps:,} steps"),
         sharding=assumed(128 // context, "unknown; 128 GPUs in every stage"),
+        corpus=_UNKNOWN_CORPUS,
         expert=8,
         context=context,
     )
 
 
+_LAST_LENGTH = "the paper tests up to 128K, and calls its 32K checkpoint intermediate"
 STAGES = {
     "stage1_8k": _stage(assumed(8192, "unknown; the shortest length that the paper tests"), 512, 100 * 10**9, 2000, 1),
     "stage2_32k": _stage(paper(32768), 128, 10 * 10**9, 100, 2),
-    "stage3_128k": _stage(paper(131072), 32, 5 * 10**9, 100, 8),
+    "stage3_128k": _stage(derived(131072, _LAST_LENGTH), 32, 5 * 10**9, 100, 8),
 }
 
 
@@ -106,7 +112,7 @@ def recipe(
         },
         "model": model,
         "data": {
-            "train": assumed("data/fineweb-edu/train", _CORPUS),
+            "train": assumed("data/fineweb-edu/train", training.corpus),
             "validation": assumed("data/fineweb-edu/validation", "ours; the paper reports tasks, no validation loss"),
             "tokenizer": assumed("data/fineweb-edu/tokenizer.model", _TOKENIZER),
             "sequence_length": training.sequence_length,

@@ -7,10 +7,12 @@ sees its share of P or N.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import paddle
 
+from vha_paddle.config import Attention as AttentionConfig
+from vha_paddle.config.check_model import check_attention
 from vha_paddle.ops.attention import causal_attention
 from vha_paddle.ops.rope import apply_rope, rope_tables
 from vha_paddle.parallel.mesh import Mesh
@@ -23,15 +25,38 @@ class Attention(Protocol):
     def __call__(self, x_BSD: paddle.Tensor, rope: RotaryTables) -> paddle.Tensor: ...
 
 
+def check_config(config: Any, expected: type[AttentionConfig]) -> None:
+    """What every kind asks of its config before it builds anything: the rules that a recipe is held to.
+
+    Raises:
+        TypeError: it is of another class.
+        UserError: it breaks a rule.
+    """
+    if not isinstance(config, expected):
+        raise TypeError(f"config: must be a vha_paddle.{expected.__name__}, not {type(config).__name__}")
+    check_attention(config, where="config")
+
+
 class RotaryTables:
-    """cos and sin of the rotary positions, `[S, H]` each, made once and grown when a longer sequence comes."""
+    """cos and sin of the rotary positions, `[S, H]` each, made once and grown when a longer sequence comes.
+
+    `head_dim` is the channels H that RoPE turns: the config's `rope_dim`, which is less than a head under MLA and GVA.
+    """
 
     def __init__(self, head_dim: int, theta: float, dtype: str, mesh: Mesh | None = None) -> None:
         self.head_dim, self.theta, self.dtype, self.mesh = head_dim, theta, dtype, mesh or Mesh()
         self._tables: list[paddle.Tensor] | None = None
 
-    def at(self, share: int) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """The tables of the `share` positions that this rank holds: 0 .. share - 1 without context parallelism."""
+    def at(self, share: int, width: int) -> tuple[paddle.Tensor, paddle.Tensor]:
+        """The tables of the `share` positions that this rank holds: 0 .. share - 1 without context parallelism.
+
+        Raises:
+            ValueError: they are not `width` channels wide.
+        """
+        if width != self.head_dim:
+            raise ValueError(
+                f"RotaryTables(head_dim={self.head_dim}): must be the config's rope_dim; use head_dim={width}"
+            )
         if self.mesh.context_degree > 1:
             if self._tables is None or self._tables[0].shape[0] != share:
                 tables = rope_tables(self.head_dim, self.theta, share * self.mesh.context_degree, self.dtype)
@@ -46,7 +71,7 @@ class RotaryTables:
 
 def norm_and_rotate(x_BSXH: paddle.Tensor, norm: RMSNorm, rope: RotaryTables) -> paddle.Tensor:
     """QK-norm of each head, then RoPE: what Qwen3 does to queries and keys before the attention core."""
-    cos_SH, sin_SH = rope.at(x_BSXH.shape[1])
+    cos_SH, sin_SH = rope.at(x_BSXH.shape[1], x_BSXH.shape[3])
     return apply_rope(norm(x_BSXH), cos_SH, sin_SH)
 
 

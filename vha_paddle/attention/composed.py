@@ -33,7 +33,7 @@ import paddle
 from paddle import nn
 from paddle.nn import functional as F
 
-from vha_paddle.attention.base import RotaryTables, from_every_position, norm_and_rotate
+from vha_paddle.attention.base import RotaryTables, check_config, from_every_position, norm_and_rotate
 from vha_paddle.config import ComposedAttention
 from vha_paddle.parallel.init import Normal
 from vha_paddle.parallel.placement import Placement
@@ -59,6 +59,7 @@ class SelfAttentionDCMHA(nn.Layer):
         scope: Scope | None = None,
     ) -> None:
         super().__init__()
+        check_config(config, ComposedAttention)
         scope = scope or Scope.standalone("self_attn")
         init = Normal(initializer_range)
         N, H, G, R = config.num_attention_heads, config.head_dim, config.num_groups, config.compose_rank

@@ -18,7 +18,7 @@ from __future__ import annotations
 import paddle
 from paddle import nn
 
-from vha_paddle.attention.base import RotaryTables, attend
+from vha_paddle.attention.base import RotaryTables, attend, check_config
 from vha_paddle.config import FactorizedAttention
 from vha_paddle.ops.rope import apply_rope
 from vha_paddle.parallel.init import Normal
@@ -38,6 +38,7 @@ class SelfAttentionMFA(nn.Layer):
         scope: Scope | None = None,
     ) -> None:
         super().__init__()
+        check_config(config, FactorizedAttention)
         scope = scope or Scope.standalone("self_attn")
         init = Normal(initializer_range)
         N, C, Q = config.num_attention_heads, config.head_dim, config.q_lora_rank
@@ -56,7 +57,7 @@ class SelfAttentionMFA(nn.Layer):
         k_BS1C, v_BS1C = self.k_proj(x_BSD).unsqueeze(2), self.v_proj(x_BSD).unsqueeze(2)
 
         def core(q_BSNC: paddle.Tensor, k_BS1C: paddle.Tensor, v_BS1C: paddle.Tensor) -> paddle.Tensor:
-            cos_SC, sin_SC = rope.at(sequence)
+            cos_SC, sin_SC = rope.at(sequence, self.head_dim)
             return attend(apply_rope(q_BSNC, cos_SC, sin_SC), apply_rope(k_BS1C, cos_SC, sin_SC), v_BS1C, self.mesh)
 
         y_BSNC = recomputed(core, q_BSNC, k_BS1C, v_BS1C) if self.recompute else core(q_BSNC, k_BS1C, v_BS1C)

@@ -6,7 +6,7 @@ import paddle
 from paddle import nn
 from paddle.nn import functional as F
 
-from vha_paddle.attention.base import RotaryTables, attend, norm_and_rotate
+from vha_paddle.attention.base import RotaryTables, attend, check_config, norm_and_rotate
 from vha_paddle.config import GroupedAttention
 from vha_paddle.ops.linear import linear
 from vha_paddle.parallel.init import Normal
@@ -35,6 +35,7 @@ class SelfAttentionGrouped(nn.Layer):
         window: int | None = None,
     ) -> None:
         super().__init__()
+        check_config(config, GroupedAttention)
         scope = scope or Scope.standalone("self_attn")
         mesh, init = scope.mesh, Normal(initializer_range)
         num_query, num_kv, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim

@@ -27,7 +27,7 @@ from __future__ import annotations
 import paddle
 from paddle import nn
 
-from vha_paddle.attention.base import RotaryTables, attend_to_all, from_every_position, map_heads
+from vha_paddle.attention.base import RotaryTables, attend_to_all, check_config, from_every_position, map_heads
 from vha_paddle.config import GroupedValueAttention
 from vha_paddle.ops.linear import linear
 from vha_paddle.ops.rope import apply_rope
@@ -50,6 +50,7 @@ class SelfAttentionGVA(nn.Layer):
     ) -> None:
         del rms_norm_eps  # every kind is built alike; this one has no norm
         super().__init__()
+        check_config(config, GroupedValueAttention)
         scope = scope or Scope.standalone("self_attn")
         mesh, init = scope.mesh, Normal(initializer_range)
         N, K, H = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -76,7 +77,7 @@ class SelfAttentionGVA(nn.Layer):
         k_rope_BS1R = self.k_rope_proj(x_BSD).unsqueeze(2)
 
         def core(q_BSNE: paddle.Tensor, v_BSKH: paddle.Tensor, k_rope_BS1R: paddle.Tensor) -> paddle.Tensor:
-            cos_SR, sin_SR = rope.at(sequence)
+            cos_SR, sin_SR = rope.at(sequence, self.widths[1])
             content_BSNH, rotary_BSNR = paddle.split(q_BSNE, self.widths, axis=-1)
             absorbed_BSNH = map_heads(content_BSNH, self.key_map, transpose=True)
             q_BSNE = paddle.concat([absorbed_BSNH, apply_rope(rotary_BSNR, cos_SR, sin_SR)], axis=-1)

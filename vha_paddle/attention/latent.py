@@ -25,7 +25,7 @@ from __future__ import annotations
 import paddle
 from paddle import nn
 
-from vha_paddle.attention.base import RotaryTables, attend_to_all, from_every_position, map_heads
+from vha_paddle.attention.base import RotaryTables, attend_to_all, check_config, from_every_position, map_heads
 from vha_paddle.config import LatentAttention
 from vha_paddle.ops.attention import causal_attention
 from vha_paddle.ops.rope import apply_rope
@@ -46,6 +46,7 @@ class SelfAttentionMLA(nn.Layer):
         scope: Scope | None = None,
     ) -> None:
         super().__init__()
+        check_config(config, LatentAttention)
         scope = scope or Scope.standalone("self_attn")
         init = Normal(initializer_range)
         N, C, Q = config.num_attention_heads, config.kv_lora_rank, config.q_lora_rank
@@ -73,7 +74,7 @@ class SelfAttentionMLA(nn.Layer):
         down_BSE = self.kv_a_proj_with_mqa(x_BSD)
 
         def core(q_BSNE: paddle.Tensor, down_BSE: paddle.Tensor) -> paddle.Tensor:
-            tables = rope.at(sequence)
+            tables = rope.at(sequence, self.widths[1])
             latent_BTC, k_rope_BTR = from_every_position(self.mesh, *self.cached(down_BSE, *tables))
             k_BTNE, v_BTNV = self._expanded(latent_BTC, k_rope_BTR)
             return attend_to_all(self.rotated(q_BSNE, *tables), k_BTNE, v_BTNV, self.mesh)

@@ -35,7 +35,7 @@ import paddle
 from paddle import nn
 from paddle.nn import functional as F
 
-from vha_paddle.attention.base import RotaryTables, attend, norm_and_rotate
+from vha_paddle.attention.base import RotaryTables, attend, check_config, norm_and_rotate
 from vha_paddle.config import VirtualHeadAttention
 from vha_paddle.ops.linear import linear
 from vha_paddle.parallel.init import Constant, IdentityPlusNoise, Initializer, Normal, Orthogonal
@@ -69,6 +69,7 @@ class SelfAttentionVHA(nn.Layer):
         window: int | None = None,
     ) -> None:
         super().__init__()
+        check_config(config, VirtualHeadAttention)
         scope = scope or Scope.standalone("self_attn")
         init = Normal(initializer_range)
         D, P, K, H = hidden_size, config.num_physical_heads, config.num_key_value_heads, config.head_dim
@@ -91,7 +92,7 @@ class SelfAttentionVHA(nn.Layer):
         self.o_proj = scope.child("o_proj").row_linear(N * H, D, init, view=(K, P, H, D), axis=1)
         if config.postmix != "none":
             R = config.postmix_rank
-            assert R is not None, "checked with the recipe"
+            assert R is not None, "checked above"
             by_head = Placement.split((N, R), axis=1, view=(K, P, R))
             self.postmix_a = scope.parameter(self, "postmix_a", by_head, Normal(config.postmix_init_std), "postmix")
             self.postmix_b = scope.parameter(self, "postmix_b", by_head, Constant(0.0), "postmix")

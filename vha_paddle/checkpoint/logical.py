@@ -214,7 +214,10 @@ def _cut(file: TensorFile, name: str, value: Any) -> Cut:
     except (KeyError, TypeError):
         valid = False
     if not valid:
-        raise UserError(f"{file.path}: metadata {CUTS_KEY} of tensor {name} is invalid; the file is damaged")
+        raise UserError(
+            f"{file.path}: metadata {CUTS_KEY} of tensor {name} is not of the form that this version reads: damaged, "
+            "or written by another version of vha_paddle; use that version, or another checkpoint"
+        )
     return cut
 
 

@@ -6,17 +6,29 @@ dim, R rank of Postmix. Names are Hugging Face's where they have one.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from vha_paddle.config.fields import NonNegativeFloat, Positive, PositiveFloat, Section
 
 
-class GroupedAttention(Section):
+def _kind_is_written(schema: dict[str, Any]) -> None:
+    """In a recipe nothing but `kind` tells the sections apart, so there it has no default."""
+    del schema["properties"]["kind"]["default"]
+    schema["required"].insert(0, "kind")
+
+
+class AttentionSection(Section):
+    """What the kinds share: built by its class, a section knows its kind; read from a recipe, it must say it."""
+
+    model_config = ConfigDict(json_schema_extra=_kind_is_written)
+
+
+class GroupedAttention(AttentionSection):
     """Multi-head, multi-query and grouped-query attention: one class, told apart by the head counts."""
 
-    kind: Literal["grouped"]
+    kind: Literal["grouped"] = "grouped"
     num_attention_heads: Positive
     """Query heads N."""
     num_key_value_heads: Positive
@@ -37,10 +49,10 @@ class GroupedAttention(Section):
         return self.head_dim
 
 
-class VirtualHeadAttention(Section):
+class VirtualHeadAttention(AttentionSection):
     """Virtual head attention (VHA). `num_attention_heads` counts the virtual heads: what is served."""
 
-    kind: Literal["vha"]
+    kind: Literal["vha"] = "vha"
     num_attention_heads: Positive
     """Virtual query heads N = P * K. The physical heads are P = N / K."""
     num_key_value_heads: Positive
@@ -97,10 +109,10 @@ class VirtualHeadAttention(Section):
         return self.head_dim
 
 
-class LatentAttention(Section):
+class LatentAttention(AttentionSection):
     """Multi-head latent attention (MLA) of DeepSeek-V2: keys and values of all heads from one small latent."""
 
-    kind: Literal["mla"]
+    kind: Literal["mla"] = "mla"
     num_attention_heads: Positive
     """Query heads N; each has keys and values of its own, made from the latent."""
     kv_lora_rank: Positive = 512
@@ -119,11 +131,11 @@ class LatentAttention(Section):
         return self.qk_rope_head_dim
 
 
-class FactorizedAttention(Section):
+class FactorizedAttention(AttentionSection):
     """Multi-matrix factorization attention (MFA), in the form of Step3: query heads from a shared latent, one
     key and one value head."""
 
-    kind: Literal["mfa"]
+    kind: Literal["mfa"] = "mfa"
     num_attention_heads: Positive
     """Query heads N."""
     head_dim: Positive
@@ -137,11 +149,11 @@ class FactorizedAttention(Section):
         return self.head_dim
 
 
-class GroupedValueAttention(Section):
+class GroupedValueAttention(AttentionSection):
     """Grouped value attention (GVA): caches value heads and one small rotary key; the content part of the keys is a
     learned linear map of the values."""
 
-    kind: Literal["gva"]
+    kind: Literal["gva"] = "gva"
     num_attention_heads: Positive
     """Query heads N."""
     num_key_value_heads: Positive
@@ -162,11 +174,11 @@ class GroupedValueAttention(Section):
         return self.qk_rope_head_dim
 
 
-class ComposedAttention(Section):
+class ComposedAttention(AttentionSection):
     """Dynamically composable multi-head attention (DCMHA) of DCFormer: scores and weights are mixed across the heads
     of a group, by a static matrix and by low-rank ones made from the query's and the key's token."""
 
-    kind: Literal["dcmha"]
+    kind: Literal["dcmha"] = "dcmha"
     num_attention_heads: Positive
     """Heads N, each with its own key and value head."""
     head_dim: Positive

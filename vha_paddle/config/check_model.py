@@ -18,7 +18,7 @@ from vha_paddle.errors import UserError
 def check_model(model: Model) -> None:
     """Raise `UserError` for the first rule that the section breaks."""
     for section, attention in model.attention_sections.items():
-        _check_attention(attention, section)
+        check_attention(attention, section)
     _check_sliding_window(model)
     if (model.intermediate_size is None) == (model.experts is None):
         state = "null" if model.experts is None else str(model.intermediate_size)
@@ -30,7 +30,8 @@ def check_model(model: Model) -> None:
         _check_experts(model.experts)
 
 
-def _check_attention(attention: Attention, where: str) -> None:
+def check_attention(attention: Attention, where: str) -> None:
+    """Raise `UserError` for the first rule that an attention section breaks; `where` is what errors call it."""
     if attention.rope_dim % 2:
         key = "head_dim" if "head_dim" in type(attention).model_fields else "qk_rope_head_dim"
         key = "qk_rope_head_dim" if "qk_rope_head_dim" in type(attention).model_fields else key
@@ -117,6 +118,17 @@ def _check_experts(experts: MixtureOfExperts) -> None:
         raise UserError(
             f"model.experts.num_experts_per_tok={experts.num_experts_per_tok}: exceeds "
             f"model.experts.num_experts={experts.num_experts}; lower it"
+        )
+    if experts.router_bias_update_rate and experts.num_experts_per_tok == experts.num_experts:
+        raise UserError(
+            f"model.experts.router_bias_update_rate={experts.router_bias_update_rate}: has no effect where every token "
+            f"is sent to all experts (num_experts_per_tok={experts.num_experts_per_tok}); remove the key"
+        )
+    all_fit = experts.num_experts / experts.num_experts_per_tok  # a token goes to an expert once
+    if experts.capacity_factor is not None and experts.capacity_factor >= all_fit:
+        raise UserError(
+            f"model.experts.capacity_factor={experts.capacity_factor}: has no effect from num_experts / "
+            f"num_experts_per_tok = {all_fit:g} on, where an expert takes a whole sequence; use less or remove the key"
         )
 
 

@@ -166,8 +166,9 @@ def _keys_at(path: Sequence[str], values: dict[str, Any]) -> list[str]:
 
 
 def _section_types(annotation: Any) -> list[type[BaseModel]]:
-    members = typing.get_args(annotation) or (annotation,)
-    return [member for member in members if isinstance(member, type) and issubclass(member, BaseModel)]
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for member in typing.get_args(annotation) for section in _section_types(member)]
 
 
 def _literals(section: type[BaseModel]) -> tuple[Any, ...]:

@@ -68,7 +68,7 @@ def reduced(recipe: Recipe, on_cpu: bool, most_ranks: int = MOST_RANKS) -> Reduc
         "micro_batch_size": micro_batch,
     }
     sections: dict[str, dict[str, Any]] = {
-        "run": {"output": f"{OUTPUT}/{recipe.run.name}", "start_from": None},
+        "run": {"name": f"{recipe.run.name}_reduced", "output": f"{OUTPUT}/{recipe.run.name}", "start_from": None},
         "data": data,
         "schedule": _schedule(recipe.schedule, global_batch * length),
         "parallel": parallel.model_dump(),

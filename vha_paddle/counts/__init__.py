@@ -23,6 +23,7 @@ from vha_paddle.counts.parameters import (
     attention_parameters,
     parameters,
 )
+from vha_paddle.counts.reading import weights_read
 from vha_paddle.counts.summary import render, summary
 
 __all__ = [
@@ -48,5 +49,6 @@ __all__ = [
     "render",
     "summary",
     "training_flops",
+    "weights_read",
     "what_stays",
 ]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from vha_paddle.counts.shapes import VOCAB_SIZE, model_section
+from vha_paddle.errors import UserError
 
 FLAGS = {
     "hidden": "hidden_size",
@@ -44,6 +46,18 @@ def value_of(text: str) -> int | bool | str:
     if text.lstrip("-").isdigit():
         return int(text)
     return {"true": True, "false": False}.get(text, text)
+
+
+def tokens_of(flag: str, text: str) -> int:
+    """A number of tokens, as in `32768` or `32K` (of 1024).
+
+    Raises:
+        UserError: it is none.
+    """
+    number = re.fullmatch(r"([0-9]+)([Kk]?)", text)
+    if number is None:
+        raise UserError(f"--{flag} {text}: must be a number of tokens such as 32768 or 32K")
+    return int(number[1]) * (1024 if number[2] else 1)
 
 
 def described(

@@ -59,7 +59,8 @@ def vha(heads: int, kv_heads: int, rank: int | None = None) -> dict[str, Any]:
 
 
 def attention_of(shape: str, name: str) -> dict[str, Any]:
-    """The attention section of a named shape: `gqa`, `vha`, `mla`, `mfa`, `gva`, `dcmha`, or heads as in `16-2`.
+    """The attention section of a named shape: `gqa`, `vha`, `mla`, `mfa`, `gva`, `dcmha`, or grouped attention with
+    other heads: `gqa-2` has the shape's query heads on 2 KV heads, `16-2` names both.
 
     Raises:
         UserError: another name.
@@ -80,12 +81,29 @@ def attention_of(shape: str, name: str) -> dict[str, Any]:
     }
     if name in known:
         return known[name]
-    numbers = re.fullmatch(r"([1-9][0-9]*)-([1-9][0-9]*)", name)
+    numbers = re.fullmatch(r"(gqa|[1-9][0-9]*)-([1-9][0-9]*)", name)
     if numbers is None:
         raise UserError(
-            f"--attention {name}: must be {', '.join(known)}, or query and KV heads such as 16-2 for grouped attention"
+            f"--attention {name}: must be {', '.join(known)}, or for grouped attention KV heads as in gqa-2, or query "
+            "and KV heads as in 16-2"
         )
-    return grouped(int(numbers[1]), int(numbers[2]))
+    return grouped(heads if numbers[1] == "gqa" else int(numbers[1]), int(numbers[2]))
+
+
+def title(shape: str, name: str) -> str:
+    """A shape and an attention as they are printed: heads of grouped attention and of VHA with them."""
+    section = attention_of(shape, name)
+    kind = {"grouped": "gqa"}.get(section["kind"], section["kind"])
+    if "num_key_value_heads" not in section:
+        return f"{shape} {kind}"
+    return f"{shape} {kind} {section['num_attention_heads']}-{section['num_key_value_heads']}"
+
+
+OTHER_BASELINE = (
+    "30B-A3B gqa has the heads of public Qwen3-30B-A3B, 32-4; the recipes' baseline (30b_a3b_gqa4_fp8) is assumed to "
+    "have 48-4: --attention 48-4"
+)
+"""Said wherever the first is printed."""
 
 
 def model_section(shape: str, attention: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from vha_paddle.counts.flops import FlopRule, forward_flops, forward_flops_by_pa
 from vha_paddle.counts.folding import folded, what_stays
 from vha_paddle.counts.parameters import active_parameters, attention_parameters, mlp_parameters, parameters
 
-Values = dict[str, int | float | str]
+Values = dict[str, int | float | str | bool]
 
 
 def cache(recipe: Recipe) -> Values:

@@ -206,6 +206,7 @@ def _report(
             "tokens": state.tokens,
             "samples": state.samples,
             "seed": state.seed,
+            "sequence_length": recipe.data.sequence_length,
             "vha_paddle": state.version,
             "manifest_sha256": layout.sha256_of(source.checkpoint.path / layout.MANIFEST_FILE),
             "attention": _kinds(source.model),

@@ -8,17 +8,18 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import CenteredNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from vha_paddle.files import atomic_write
-from vha_paddle.fold import postmix_matrix
 from vha_paddle.map_report.read import MapReport
 from vha_paddle.maps import means_of, singular_values
 from vha_paddle.names import POSTMIX_A, POSTMIX_B, PREMIX
 
 MOST_HEATMAPS = 6
 _DPI = 150
+_MARGIN = 0.08  # of an axis, kept free around its points, so that no marker is cut
 _HISTORY = {
     "premix_distance": "|W - I|, mean over layers and groups",
     "premix_divergence": "divergence of the groups (2: independent)",
@@ -51,23 +52,29 @@ def _distances(report: MapReport) -> Figure:
     for group in range(max(len(row) for row in rows if row is not None)):
         values = [row[group] if row is not None and group < len(row) else np.nan for row in rows]
         axes[0].plot(layers, values, marker="o", label=f"group {group}")
-    axes[0].set(title=f"Premix, step {report.step:,}", xlabel="layer", ylabel="|W - I| (Frobenius)", ylim=(0, None))
-    axes[0].legend()
+    axes[0].set(title=f"Premix, step {report.step:,}", xlabel="layer", ylabel="|W - I| (Frobenius)")
+    figure.legend(loc="outside right upper")
     return figure
 
 
 def _heatmaps(report: MapReport) -> Figure:
-    """M of up to six layers, spread from the first to the last, in one colour scale around zero."""
+    """M - I of up to six layers, spread from the first to the last, in one colour scale around zero.
+
+    Beside the identity's 1 the departure would be invisible, so the identity is left out.
+    """
     with_postmix = [layer for layer, maps in sorted(report.maps.items()) if POSTMIX_A in maps]
     count = min(MOST_HEATMAPS, len(with_postmix))
     chosen = [with_postmix[round(place)] for place in np.linspace(0, len(with_postmix) - 1, count)]
-    matrices = [postmix_matrix(report.maps[layer][POSTMIX_A], report.maps[layer][POSTMIX_B]) for layer in chosen]
-    largest = max(float(np.abs(matrix).max()) for matrix in matrices)
+    departures = [report.maps[layer][POSTMIX_B] @ report.maps[layer][POSTMIX_A].T for layer in chosen]
+    largest = max(float(np.abs(matrix).max()) for matrix in departures)
+    scale = CenteredNorm(halfrange=largest or 1.0)  # B is zero before the first step
     figure, axes = _panels(count)
-    for ax, layer, matrix in zip(axes, chosen, matrices, strict=True):
-        image = ax.imshow(matrix, cmap="RdBu_r", vmin=-largest, vmax=largest)
-        ax.set(title=f"M of layer {layer}", xlabel="head that is read", ylabel="head that takes")
-        figure.colorbar(image, ax=ax)
+    for ax, layer, matrix in zip(axes, chosen, departures, strict=True):
+        ax.imshow(matrix, cmap="RdBu_r", norm=scale)
+        ax.set(title=f"M - I of layer {layer}", xlabel="head that is read", ylabel="head that takes")
+        ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.suptitle(f"Postmix, step {report.step:,}: at most {largest:.3g}, beside the identity's 1")
+    figure.colorbar(axes[0].images[0], ax=axes, label="M - I = B Aᵀ")
     return figure
 
 
@@ -84,7 +91,7 @@ def _singular_values(report: MapReport) -> Figure:
             shade = str(0.75 * (1 - order / max(1, len(by_layer) - 1)))
             for values in spectra:
                 ax.plot(np.arange(1, len(values) + 1), values, color=shade, marker=".", linewidth=0.8)
-        ax.set(title=title, xlabel="index (later layers darker)", ylabel="singular value", ylim=(0, None))
+        ax.set(title=title, xlabel="index (later layers darker)", ylabel="singular value")
     return figure
 
 
@@ -112,7 +119,8 @@ def _history(report: MapReport) -> Figure:
     for ax, measure in zip(axes, shown, strict=True):
         points = [(step, figures[measure]) for step, figures in means if measure in figures]
         ax.plot(*zip(*points, strict=True), marker=".")
-        ax.set(title=_HISTORY[measure], xlabel="step", ylim=(0, None))
+        ax.set(title=_HISTORY[measure], xlabel="step")
+    figure.suptitle(f"from the first record, step {means[0][0]:,}, to the last, step {means[-1][0]:,}")
     return figure
 
 
@@ -126,4 +134,5 @@ def _panels(count: int) -> tuple[Figure, list[Axes]]:
         unused.remove()
     for ax in axes[:count]:
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.margins(_MARGIN)
     return figure, axes[:count]

@@ -12,7 +12,7 @@ import numpy as np
 
 from vha_paddle.checkpoint.layout import MANIFEST_FILE, METRICS_FILE, list_steps, open_checkpoint
 from vha_paddle.errors import UserError
-from vha_paddle.maps import MEASURES, layer_figures, map_of, record_of
+from vha_paddle.maps import MEASURES, MEASURES_OF_GROUPS, layer_figures, map_of, record_of
 
 Maps = dict[int, dict[str, np.ndarray]]
 """Layer to its maps by short name, float64."""
@@ -96,17 +96,25 @@ def _of_history(path: Path, history: list[tuple[int, dict[str, list[Any]]]]) -> 
 
 def _is_record(record: dict[str, Any]) -> bool:
     """Whether all lists are of one length and hold what the measures are."""
-    layers = record["layer"]
-    known = {"layer", *MEASURES}
-    return set(record) <= known and all(
-        len(values) == len(layers) and all(_is_value(value) for value in values) for values in record.values()
+    measures = dict(record)
+    layers = measures.pop("layer")
+    return (
+        set(measures) <= set(MEASURES)
+        and bool(layers)
+        and all(type(layer) is int for layer in layers)
+        and all(_are_values(name, values, len(layers)) for name, values in measures.items())
     )
 
 
-def _is_value(value: Any) -> bool:
-    if isinstance(value, list):
-        return bool(value) and all(type(item) in (int, float) for item in value)
-    return value is None or type(value) in (int, float)
+def _are_values(measure: str, values: list[Any], count: int) -> bool:
+    """Whether a measure has a value in some layer, and the right kind of value in each that has one."""
+    found = [value for value in values if value is not None]
+    if measure in MEASURES_OF_GROUPS:
+        numbers = [number for value in found for number in value]
+        valid = all(isinstance(value, list) and value for value in found)
+    else:
+        numbers, valid = found, True
+    return len(values) == count and bool(found) and valid and all(type(number) in (int, float) for number in numbers)
 
 
 def table(report: MapReport) -> Iterator[str]:

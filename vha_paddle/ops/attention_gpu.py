@@ -1,8 +1,8 @@
 """Causal attention on a GPU: Paddle's flash attention where it can, else the plain form in Paddle's operations.
 
-The kernel takes half precision, one width for queries, keys and values, and no window. Widths that differ are
-padded with zeros, which add nothing to a score and make channels of the output that are cut off. A window and
-float32 get the plain form.
+The kernel takes half precision, one width of up to 256 for queries, keys and values, and no window. Widths that differ
+are padded with zeros, which add nothing to a score and make channels of the output that are cut off. A window, float32
+and wider heads get the plain form.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from paddle.nn import functional as F
 from vha_paddle.errors import RunError
 
 _WINDOWED_QUERIES = 256  # at least so many at a time, where the window is shorter
+_WIDEST_FLASH = 256  # above it Paddle's flash_attention turns to a kernel that it does not tell of the causal mask
 # Of the check of a flash attention kernel: more than a tile of queries, and keys that are no multiple of one.
 _CHECKED_QUERIES, _CHECKED_KEYS = 150, 330
 _MAX_FLASH_ERROR = 0.05  # relative; bfloat16 rounds to 0.004, a mask in another place is wrong by about 1
@@ -34,7 +35,8 @@ def attention_on_gpu(
     """`causal_attention`, its arguments checked. Not run on a GPU in this project's tests."""
     if window is not None:
         return windowed_attention(q_BSNH, k_BTKH, v_BTKV, pieces, window, scale)
-    if q_BSNH.dtype not in (paddle.bfloat16, paddle.float16):
+    is_half = q_BSNH.dtype in (paddle.bfloat16, paddle.float16)
+    if not is_half or max(q_BSNH.shape[3], v_BTKV.shape[3]) > _WIDEST_FLASH:
         return plain_attention(q_BSNH, k_BTKH, v_BTKV, pieces, None, scale)
     return flash_attention(q_BSNH, k_BTKH, v_BTKV, pieces, scale)
 

@@ -45,6 +45,7 @@ def _start_fleet(parallel: Parallel) -> Any:
     if paddle.device.get_device() == "cpu":
         os.environ["PADDLE_DISTRI_BACKEND"] = "gloo"  # how fleet is told; the wheel's default is NCCL
         gloo.install()
+    fleet.utils.log_util.set_log_level("WARNING")  # a strategy announces itself before `init` can be told
     strategy = fleet.DistributedStrategy()
     degrees: dict[str, Any] = {
         "dp_degree": parallel.data,

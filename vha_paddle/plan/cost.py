@@ -18,6 +18,31 @@ SECONDS_PER_DAY = 86_400
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pace:
+    """A run whose optimizer steps take this long."""
+
+    recipe: Recipe
+    step_seconds: float
+
+    @property
+    def days(self) -> float:
+        return self.recipe.num_steps * self.step_seconds / SECONDS_PER_DAY
+
+    @property
+    def gpu_hours(self) -> float:
+        return 24 * self.days * self.recipe.num_ranks
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        return self.recipe.tokens_per_step / self.step_seconds / self.recipe.num_ranks
+
+    def mfu(self, gpu: Gpu) -> float:
+        """Model FLOPs over the bfloat16 peak of all GPUs for the time that the steps take."""
+        flops = training_flops(self.recipe.model, _rule(self.recipe))
+        return flops * self.tokens_per_second_per_gpu / gpu.bf16_flops
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """A recipe's layout on a GPU."""
 
@@ -67,27 +92,19 @@ class Plan:
         return busy / (1 - self.schedule.bubble)
 
     @property
-    def overall_mfu(self) -> float:
-        """Model FLOPs over the bfloat16 peak of all GPUs for the time that the step takes."""
-        flops = self.flops_per_token * self.recipe.tokens_per_step
-        return flops / (self.recipe.num_ranks * self.gpu.bf16_flops * self.step_seconds)
-
-    @property
     def communication_seconds(self) -> float:
         """Ring bytes over the bandwidth of the slowest link they cross, nothing overlapped."""
         return _seconds(self.transfers, self.recipe, self.gpu)
 
     @property
-    def days(self) -> float:
-        return self.recipe.num_steps * self.step_seconds / SECONDS_PER_DAY
+    def stated(self) -> Pace:
+        """At the stated utilisation, all communication within it."""
+        return Pace(recipe=self.recipe, step_seconds=self.step_seconds)
 
     @property
-    def gpu_hours(self) -> float:
-        return 24 * self.days * self.recipe.num_ranks
-
-    @property
-    def tokens_per_second_per_gpu(self) -> float:
-        return self.recipe.tokens_per_step / self.step_seconds / self.recipe.num_ranks
+    def with_communication(self) -> Pace:
+        """With all communication added, none of it overlapped: the trainer overlaps none."""
+        return Pace(recipe=self.recipe, step_seconds=self.step_seconds + self.communication_seconds)
 
 
 def make_plan(recipe: Recipe, gpu: Gpu, mfu: float) -> Plan:

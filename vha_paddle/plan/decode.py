@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vha_paddle.config import Model
-from vha_paddle.counts import BYTES, Dtype, FlopRule, cache_bytes, folded, forward_flops, parameters
+from vha_paddle.counts import BYTES, Dtype, FlopRule, cache_bytes, folded, forward_flops, parameters, weights_read
 from vha_paddle.errors import UserError
 from vha_paddle.plan.gpus import Gpu
 
@@ -76,31 +76,21 @@ def decode(model: Model, batch: int, context: int, gpu: Gpu, dtype: Dtype = "bfl
     for name, value in (("--batch", batch), ("--context", context)):
         if value < 1:
             raise UserError(f"{name} {value}: must be at least 1")
-    served, width = folded(model), BYTES[dtype]
-    whole = parameters(served)
-    head = whole.embedding if served.tie_word_embeddings else whole.lm_head
-    dense = whole.non_embedding - whole.experts + head + batch * served.hidden_size
+    served = folded(model)
     cache = batch * cache_bytes(served, context, dtype)
     rule = FlopRule(sequence_length=context, absorbed=True)
     return Decode(
         batch=batch,
         context=context,
-        weights_read=width * (dense + _experts_reached(served, batch) * whole.experts),
+        weights_read=weights_read(served, batch, dtype),
         cache_read=cache,
-        resident=width * whole.total + cache,
+        resident=BYTES[dtype] * parameters(served).total + cache,
         flops=batch * forward_flops(served, rule),
         gpu=gpu,
     )
 
 
-def _experts_reached(model: Model, batch: int) -> float:
-    """Share of the experts that at least one of `batch` tokens is sent to, if all are equally likely."""
-    if model.experts is None:
-        return 0.0
-    return 1 - (1 - model.experts.num_experts_per_tok / model.experts.num_experts) ** batch
-
-
-def values(found: Decode) -> dict[str, int | float | str]:
+def values(found: Decode) -> dict[str, int | float | str | bool]:
     """For JSON and for the table; keys carry their units."""
     return {
         "batch": found.batch,
@@ -117,5 +107,5 @@ def values(found: Decode) -> dict[str, int | float | str]:
         "tokens_per_second_at_most": found.tokens_per_second,
         "tokens_per_second_and_sequence_at_most": found.tokens_per_second / found.batch,
         "resident_bytes": found.resident,
-        "fits_one_gpu": "yes" if found.fits else "no",
+        "fits_one_gpu": found.fits,
     }

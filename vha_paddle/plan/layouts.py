@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from vha_paddle.config import Memory, Parallel, Recipe
 from vha_paddle.config.check import check
@@ -17,6 +19,80 @@ SAME_TIME = 0.15
 _MAX_VIRTUAL = 4
 _MAX_CONTEXT = 16
 _SEARCHED_COUNTS = 64  # GPU counts on either side of one that does not work
+
+
+OWN = "the recipe's own layout, scaled"
+OWN_TUNED = "the same degrees, with the microbatch and recompute that are fastest"
+SEARCHED = "searched"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """A layout for a number of GPUs, and where it comes from: `OWN`, `OWN_TUNED` or `SEARCHED`."""
+
+    plan: Plan
+    origin: str
+
+
+def proposals(recipe: Recipe, num_gpus: int, gpu: Gpu, mfu: float) -> list[Proposal]:
+    """The recipe's own layout on `num_gpus`, whether it fits or not; then the best ones, best first.
+
+    The own layout is left out where it is the recipe as it stands, or where it cannot be scaled to so many.
+
+    Raises:
+        UserError: as `propose`.
+    """
+    found: list[Proposal] = []
+
+    def add(plan: Plan, origin: str) -> None:
+        if plan.recipe not in (recipe, *(proposal.plan.recipe for proposal in found)):
+            found.append(Proposal(plan=plan, origin=origin))
+
+    own = rescaled(recipe, num_gpus)
+    if own is not None:
+        add(make_plan(own, gpu, mfu), OWN)
+        add(min((make_plan(tuned, gpu, mfu) for tuned in _tunings(own)), key=_rank), OWN_TUNED)
+    for plan in propose(recipe, num_gpus, gpu, mfu):
+        add(plan, SEARCHED)
+    return found
+
+
+def rescaled(recipe: Recipe, num_gpus: int) -> Recipe | None:
+    """The recipe's layout on `num_gpus`: its sharding ranks, or else its data ranks, become more or fewer.
+
+    Everything else stays, as far as the rules allow it: experts are divided over a smaller degree, and a microbatch is
+    made smaller, where the scaled ranks do not divide them. None where no such layout uses all GPUs.
+    """
+    degrees = recipe.parallel
+    scaled = "sharding" if degrees.sharding > 1 else "data"
+    fixed = degrees.tensor * degrees.pipeline * degrees.context * (degrees.data if scaled == "sharding" else 1)
+    degree, left_over = divmod(num_gpus, fixed)
+    if left_over or degree == 0:
+        return None
+    changed = {scaled: degree}
+    if scaled == "sharding":
+        changed |= {"expert": math.gcd(degrees.expert, degree)}
+        if degree == 1:
+            changed |= {"sharding_stage": 1}
+    parallel = degrees.model_copy(update=changed)
+    for size in reversed(_divisors(recipe.data.micro_batch_size)):
+        own = _with_microbatch(recipe.model_copy(update={"parallel": parallel}), size)
+        if _allowed(own):
+            return own
+    return None
+
+
+def _tunings(recipe: Recipe) -> Iterator[Recipe]:
+    """A layout with every microbatch that divides the recipe's and is allowed, and every way to recompute."""
+    for size in _divisors(recipe.data.micro_batch_size):
+        changed = _with_microbatch(recipe, size)
+        if _allowed(changed):
+            for mode in ("none", "selective", "full"):
+                yield changed.model_copy(update={"memory": Memory(recompute=mode)})
+
+
+def _with_microbatch(recipe: Recipe, size: int) -> Recipe:
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"micro_batch_size": size})})
 
 
 def propose(recipe: Recipe, num_gpus: int, gpu: Gpu, mfu: float) -> list[Plan]:
@@ -48,8 +124,9 @@ def propose(recipe: Recipe, num_gpus: int, gpu: Gpu, mfu: float) -> list[Plan]:
 def candidates(recipe: Recipe, num_gpus: int) -> Iterator[Recipe]:
     """The recipe in every layout that its rules and the trainer allow.
 
-    The model and the batch, microbatches included, stay; what changes is `parallel` and `memory.recompute`. Tensor
-    parallel stays within a node, and cuts the sequence outside its region wherever it can.
+    The model and the batch stay; what changes is `parallel`, `memory.recompute` and `data.micro_batch_size`, of which
+    the divisors are tried. Tensor parallel stays within a node, and cuts the sequence outside its region wherever it
+    can.
     """
     num_layers = recipe.model.num_hidden_layers
     for tensor in (degree for degree in _divisors(GPUS_PER_NODE) if num_gpus % degree == 0):
@@ -81,12 +158,9 @@ def _with_degrees(recipe: Recipe, tensor: int, pipeline: int, context: int, repl
                         "data": replicas // sharding,
                     }
                 )
-                changed = recipe.model_copy(update={"parallel": parallel})
-                if not _allowed(changed):
-                    continue
-                found = True
-                for mode in ("none", "selective", "full"):
-                    yield changed.model_copy(update={"memory": Memory(recompute=mode)})
+                for tuned in _tunings(recipe.model_copy(update={"parallel": parallel})):
+                    found = True
+                    yield tuned
         if found:
             return
 
@@ -118,8 +192,7 @@ def _fits(plan: Plan) -> bool:
 
 
 def _seconds(plan: Plan) -> float:
-    """Time of a step with all its communication, none of it overlapped: the trainer overlaps none."""
-    return plan.step_seconds + plan.communication_seconds
+    return plan.with_communication.step_seconds
 
 
 def _moving_parts(plan: Plan) -> int:
@@ -132,10 +205,10 @@ def _why_not(recipe: Recipe, num_gpus: int) -> str:
     counts = range(max(1, num_gpus - _SEARCHED_COUNTS), num_gpus + _SEARCHED_COUNTS + 1)
     nearest = sorted(counts, key=lambda count: abs(count - num_gpus))
     works = sorted(itertools.islice((count for count in nearest if any(candidates(recipe, count))), 2))
-    samples = recipe.data.global_batch_size // recipe.data.micro_batch_size
+    samples = recipe.data.global_batch_size
     rule = (
         f"no tensor degree of {_listed(_divisors(GPUS_PER_NODE))}, pipeline degree that divides "
-        f"{recipe.model.num_hidden_layers} layers, context degree, and data degree that divides {samples} microbatches "
+        f"{recipe.model.num_hidden_layers} layers, context degree, and data degree that divides {samples} sequences "
         "multiply to it"
     )
     return f"{rule}; use {_listed(works)}" if works else f"{rule}; change data.global_batch_size"

@@ -10,8 +10,8 @@ from vha_paddle.config import Recipe
 from vha_paddle.counts import active_parameters, parameters
 from vha_paddle.plan.activations import layer_terms
 from vha_paddle.plan.communication import Transfer, postmix_values
-from vha_paddle.plan.cost import Plan
-from vha_paddle.plan.layouts import SAME_TIME
+from vha_paddle.plan.cost import Pace, Plan
+from vha_paddle.plan.layouts import OWN, SAME_TIME, SEARCHED, Proposal
 from vha_paddle.plan.memory import RESERVE, RankMemory, worst
 from vha_paddle.plan.stages import stage_tensors
 
@@ -28,7 +28,7 @@ DEGREES = (
 )
 
 
-def summary(plan: Plan, proposed: Sequence[Plan], num_gpus: int) -> dict[str, Any]:
+def summary(plan: Plan, proposed: Sequence[Proposal], num_gpus: int) -> dict[str, Any]:
     """Everything a plan says; keys carry their units."""
     recipe, gpu = plan.recipe, plan.gpu
     return {
@@ -103,17 +103,28 @@ def _vha(recipe: Recipe) -> dict[str, int] | None:
 def _time(plan: Plan) -> dict[str, Any]:
     return {
         "mfu_stated": plan.mfu,
-        "mfu_overall": plan.overall_mfu,
         "training_flops_per_token": plan.flops_per_token,
         "recomputed_share": plan.recomputed,
         "pipeline_schedule": plan.schedule.name,
         "bubble_share": plan.schedule.bubble,
-        "step_seconds": plan.step_seconds,
         "communication_seconds_if_none_overlaps": plan.communication_seconds,
         "steps": plan.recipe.num_steps,
-        "days": plan.days,
-        "gpu_hours": plan.gpu_hours,
-        "tokens_per_second_per_gpu": plan.tokens_per_second_per_gpu,
+        **_paces(plan),
+    }
+
+
+def _paces(plan: Plan) -> dict[str, Any]:
+    """The run at the stated MFU, and with all communication added."""
+    return {"at_stated_mfu": _pace(plan.stated, plan), "with_all_communication": _pace(plan.with_communication, plan)}
+
+
+def _pace(pace: Pace, plan: Plan) -> dict[str, float]:
+    return {
+        "step_seconds": pace.step_seconds,
+        "days": pace.days,
+        "gpu_hours": pace.gpu_hours,
+        "tokens_per_second_per_gpu": pace.tokens_per_second_per_gpu,
+        "mfu_overall": pace.mfu(plan.gpu),
     }
 
 
@@ -121,17 +132,18 @@ def overrides(recipe: Recipe) -> list[str]:
     """The keys of a layout as they are typed behind a recipe."""
     degrees = {name: getattr(recipe.parallel, name) for name in DEGREES}
     typed = [f"parallel.{name}={str(value).lower()}" for name, value in degrees.items()]
+    typed.append(f"data.micro_batch_size={recipe.data.micro_batch_size}")
     return [*typed, f"memory.recompute={recipe.memory.recompute}"]
 
 
-def _proposal(plan: Plan) -> dict[str, Any]:
+def _proposal(proposal: Proposal) -> dict[str, Any]:
+    plan = proposal.plan
     return {
+        "origin": proposal.origin,
         "overrides": overrides(plan.recipe),
         "fits": plan.fits,
         "worst_rank_bytes": plan.worst.total,
-        "step_seconds": plan.step_seconds,
-        "communication_seconds_if_none_overlaps": plan.communication_seconds,
-        "days": plan.days,
+        **_paces(plan),
         "reason": reason(plan),
     }
 
@@ -146,20 +158,21 @@ def reason(plan: Plan) -> str:
         parts.append(f"recomputes {plan.recomputed:.0%} of the FLOPs")
     if plan.schedule.pipeline > 1:
         parts.append(f"waits {plan.schedule.bubble:.1%} of the time ({plan.schedule.name})")
-    share = plan.communication_seconds / plan.step_seconds
-    parts.append(f"communication is {share:.0%} of a step if none overlaps")
     return "; ".join(parts)
 
 
-def render(plan: Plan, proposed: Sequence[Plan], num_gpus: int) -> str:
-    """The plan as text."""
-    lines = [*_heading(plan, num_gpus), "", *_memory(plan), "", *_communication(plan), "", *_prediction(plan)]
-    if proposed:
-        lines += ["", *_proposals(proposed, num_gpus)]
-    return "\n".join(lines)
+def render(plan: Plan, proposed: Sequence[Proposal], num_gpus: int) -> str:
+    """The plan as text; layouts for another number of GPUs than the recipe's come first, as they were asked for."""
+    own = [*_heading(plan), "", *_memory(plan), "", *_communication(plan), "", *_prediction(plan)]
+    if not proposed:
+        return "\n".join(own)
+    others = list(_proposals(plan, proposed, num_gpus))
+    if num_gpus == plan.recipe.num_ranks:
+        return "\n".join([*own, "", *others])
+    return "\n".join([*others, "", f"the recipe as it stands, on {plan.recipe.num_ranks} GPUs:", "", *own])
 
 
-def _heading(plan: Plan, num_gpus: int) -> Iterator[str]:
+def _heading(plan: Plan) -> Iterator[str]:
     recipe, gpu = plan.recipe, plan.gpu
     total = parameters(recipe.model).total
     active = "" if recipe.model.experts is None else f" ({active_parameters(recipe.model):,} active per token)"
@@ -171,8 +184,6 @@ def _heading(plan: Plan, num_gpus: int) -> Iterator[str]:
     fp8 = "" if recipe.precision.fp8 == "none" else f", {(gpu.fp8_flops or 0) / 1e12:.0f} FP8 ({recipe.precision.fp8})"
     yield f"  a GPU: {gpu.bf16_flops / 1e12:.0f} TFLOPS dense bfloat16{fp8}, {gpu.memory / 1e9:.0f} GB"
     yield f"  source: {gpu.source}"
-    if num_gpus != recipe.num_ranks:
-        yield f"  this is the recipe's own layout, on {recipe.num_ranks}; layouts on {num_gpus} come last"
 
 
 def memory_table(ranks: Mapping[str, RankMemory]) -> Iterator[str]:
@@ -224,30 +235,53 @@ def _communication(plan: Plan) -> Iterator[str]:
 def _prediction(plan: Plan) -> Iterator[str]:
     yield f"time, estimated at an MFU of {plan.mfu:g} while a GPU neither waits for a stage nor recomputes"
     schedule = plan.schedule
+    yield f"  {'FLOPs per token':<18}{plan.flops_per_token / 1e9:.3f} G (training, causal scores)"
+    yield f"  {'recomputed':<18}{plan.recomputed:.1%}"
+    waits = f"{schedule.bubble:.1%} ({schedule.name}, microbatches: {schedule.microbatches})"
+    yield f"  {'pipeline bubble':<18}{waits}"
+    yield f"  {'communication':<18}{duration(plan.communication_seconds)} of ring transfers a step if none overlaps"
+    yield f"  {'run':<18}{plan.recipe.num_steps:,} steps"
+    yield f"  {'':<24}{'at that MFU':>14}{'with all communication':>26}"
+    paces = plan.stated, plan.with_communication
     rows = {
-        "FLOPs per token": f"{plan.flops_per_token / 1e9:.3f} G (training, causal scores)",
-        "recomputed": f"{plan.recomputed:.1%}",
-        "pipeline bubble": f"{schedule.bubble:.1%} ({schedule.name}, {schedule.microbatches} microbatches)",
-        "MFU over all": f"{plan.overall_mfu:.3f}",
-        "step": duration(plan.step_seconds),
-        "communication": f"{duration(plan.communication_seconds)} of ring transfers if none overlaps; not part of "
-        "the step",
-        "run": f"{plan.recipe.num_steps:,} steps, {plan.days:.2f} days, {plan.gpu_hours:,.0f} GPU-hours",
-        "throughput": f"{plan.tokens_per_second_per_gpu:,.0f} tokens per second and GPU",
+        "step": [duration(pace.step_seconds) for pace in paces],
+        "days": [f"{pace.days:,.2f}" for pace in paces],
+        "GPU-hours": [f"{pace.gpu_hours:,.0f}" for pace in paces],
+        "tokens/second and GPU": [f"{pace.tokens_per_second_per_gpu:,.0f}" for pace in paces],
+        "MFU over all": [f"{pace.mfu(plan.gpu):.3f}" for pace in paces],
     }
-    for name, value in rows.items():
-        yield f"  {name:<18}{value}"
+    for name, (least, most) in rows.items():
+        yield f"  {name:<24}{least:>14}{most:>26}"
+    yield "  the trainer overlaps none: a run is near the right, unless the MFU was measured with communication in it"
 
 
-def _proposals(proposed: Sequence[Plan], num_gpus: int) -> Iterator[str]:
-    fit = f"fastest first with communication, times within {SAME_TIME:.0%} equal and the plainest first"
-    if not proposed[0].fits:
-        fit = "NONE FITS, smallest first"
-    yield f"layouts on {num_gpus} GPUs, estimates: {fit}"
-    for place, plan in enumerate(proposed, 1):
-        time = f"step {duration(plan.step_seconds)}, {plan.days:.2f} days"
-        yield f"  {place}. {gibibytes(plan.worst.total)} GiB, {time}; {reason(plan)}"
-        yield f"     {' '.join(overrides(plan.recipe))}"
+def _proposals(plan: Plan, proposed: Sequence[Proposal], num_gpus: int) -> Iterator[str]:
+    yield f"{plan.recipe.run.name} on {num_gpus} x {plan.gpu.name}, estimates at an MFU of {plan.mfu:g}"
+    yield "times: at that MFU .. with all communication, as the trainer overlaps none"
+    if num_gpus != plan.recipe.num_ranks and proposed[0].origin != OWN:
+        yield f"the recipe's own layout cannot be scaled to {num_gpus}: its other degrees or its batch do not divide"
+    searched = [one for one in proposed if one.origin == SEARCHED]
+    for place, proposal in enumerate(proposed, 1):
+        if searched and proposal is searched[0]:
+            order = f"fastest with communication first, times within {SAME_TIME:.0%} equal and the plainest first"
+            yield f"other layouts, {order if proposal.plan.fits else 'NONE FITS, smallest first'}:"
+        yield from _row(place, proposal)
+
+
+def _row(place: int, proposal: Proposal) -> Iterator[str]:
+    plan, paces = proposal.plan, (proposal.plan.stated, proposal.plan.with_communication)
+    fits = "fits" if plan.fits else "DOES NOT FIT"
+    parts = [
+        f"{gibibytes(plan.worst.total)} GiB of {gibibytes(plan.usable_memory)}, {fits}",
+        "step " + " .. ".join(duration(pace.step_seconds) for pace in paces),
+        " .. ".join(f"{pace.days:,.2f}" for pace in paces) + " days",
+        " .. ".join(f"{pace.gpu_hours:,.0f}" for pace in paces) + " GPU-hours",
+    ]
+    yield f"  {place}. {'; '.join(parts)}"
+    remarks = [proposal.origin] * (proposal.origin != SEARCHED) + [reason(plan)] * bool(reason(plan))
+    if remarks:
+        yield f"     {'; '.join(remarks)}"
+    yield f"     {' '.join(overrides(plan.recipe))}"
 
 
 def duration(seconds: float) -> str:

@@ -86,10 +86,13 @@ class Optimizer:
         if self._adamw is None:
             return {}
         accumulators: dict[str, dict[str, paddle.Tensor]] = self._adamw._accumulators
-        slots = {name: accumulators[name] for name in ("moment1", "moment2")}
-        if self._adamw._master_weights:
-            slots["master"] = self._adamw._master_weights
-        return slots
+        masters: dict[str, paddle.Tensor] = self._adamw._master_weights
+        # AdamW files the moments of a parameter that has a master weight under the name of that
+        updated = {parameter.name: masters.get(parameter.name, parameter).name for parameter in self._mine}
+        slots = {
+            slot: {name: accumulators[slot][key] for name, key in updated.items()} for slot in ("moment1", "moment2")
+        }
+        return slots | {"master": masters} if masters else slots
 
     def powers(self) -> dict[str, dict[str, Any]]:
         """beta1^t and beta2^t, which AdamW keeps for each parameter and which are equal for all."""

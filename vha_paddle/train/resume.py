@@ -45,6 +45,12 @@ def _check_fit(checkpoint: Checkpoint, recipe: Recipe, data_fingerprint: str) ->
             f"{checkpoint.path / RECIPE_FILE}: the checkpoint was trained with another model section "
             f"({', '.join(changed)}); use its recipe, or another run.output for a new run"
         )
+    before, now = checkpoint.recipe.precision.compute, recipe.precision.compute
+    if before != now:  # master weights are in one of the two only
+        raise UserError(
+            f"precision.compute={now}: the checkpoint was trained in {before}, and the optimizer's state is of that; "
+            f"use it, or take the weights alone into another run.output with run.start_from={checkpoint.path}"
+        )
     if checkpoint.state.data_fingerprint != data_fingerprint:
         raise UserError(
             f"{checkpoint.path}: was trained on other data (files, data.sequence_length or run.seed differ); "

@@ -68,7 +68,10 @@ def _check_pair(source: Attention, target: Attention) -> None:
             f"model.attention.physical_head_dim={target.physical_head_dim}: a warm start makes physical heads of "
             f"head_dim={target.head_dim}; remove the key"
         )
-    for key in ("num_attention_heads", "head_dim", "output_gate"):
+    if plain.output_gate != source.output_gate:
+        theirs = "a gate: use before_postmix" if source.output_gate else "no gate: use none"
+        raise UserError(f"model.attention.output_gate={target.output_gate}: the source has {theirs}")
+    for key in ("num_attention_heads", "head_dim"):
         mine, theirs = plain.model_dump()[key], source.model_dump()[key]
         if mine != theirs:
             raise UserError(

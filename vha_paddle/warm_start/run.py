@@ -31,7 +31,7 @@ from vha_paddle.data.indexed import IndexedTokens
 from vha_paddle.data.loader import ValidationWindows
 from vha_paddle.data.tokenizer import Tokenizer
 from vha_paddle.errors import RunError, UserError
-from vha_paddle.evaluate import mean_loss
+from vha_paddle.evaluate import sequence_means
 from vha_paddle.files import atomic_directory, atomic_write
 from vha_paddle.model.decoder import Decoder, build_decoder
 from vha_paddle.parallel.mesh import Mesh
@@ -46,6 +46,9 @@ from vha_paddle.warm_start.convert import (
     read_weights,
     with_postmix,
 )
+
+FEWEST_COMPARED = 64
+"""Sequences that losses are compared on even where `logging.eval_sequences` is less: fewer show little but noise."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,9 @@ class Text:
 
 
 def open_text(prefix: Path, recipe: Recipe, tokenizer: Path, num_tokens: int) -> Text:
-    """The first `num_tokens` of a dataset to fit on, and `logging.eval_sequences` sequences after them.
+    """The first `num_tokens` of a dataset to fit on, and sequences after them to compare losses on.
+
+    Those are `logging.eval_sequences`, `FEWEST_COMPARED` at least, or all that are left.
 
     Raises:
         UserError: there is no such dataset, it was made with another tokenizer, or it is too short.
@@ -91,12 +96,12 @@ def open_text(prefix: Path, recipe: Recipe, tokenizer: Path, num_tokens: int) ->
     indexed = IndexedTokens(prefix, vocab_size=recipe.model.vocab_size, tokenizer_sha256=digest)
     windows = ValidationWindows(indexed, length)
     num_fitted = num_tokens // length
-    if not 0 < num_fitted < windows.num_samples:
+    if not 0 < num_fitted < windows.num_samples - 1:  # of one alone there is no standard error
         raise UserError(
-            f"--tokens {num_tokens}: must be one sequence of data.sequence_length={length} at least, and leave one of "
+            f"--tokens {num_tokens}: must be one sequence of data.sequence_length={length} at least, and leave two of "
             f"the {windows.num_samples} in {prefix} to compare losses on; change it or give more text"
         )
-    num_compared = min(recipe.logging.eval_sequences, windows.num_samples - num_fitted)
+    num_compared = min(max(recipe.logging.eval_sequences, FEWEST_COMPARED), windows.num_samples - num_fitted)
     return Text(windows, num_fitted, num_compared, recipe.data.micro_batch_size)
 
 
@@ -110,7 +115,8 @@ def warm_start(source: Path, recipe: Recipe, out: Path, data: Path | None, num_t
         num_tokens: of `data`, to fit on.
 
     Returns:
-        What was done and measured: `losses` in nats per token, and figures of each converted layer.
+        What was done and measured: `losses` in nats per token, `differences` of them with their standard errors, and
+        figures of each converted layer.
 
     Raises:
         UserError: the source cannot start the recipe's model, the data do not fit, or `out` exists.
@@ -124,15 +130,25 @@ def warm_start(source: Path, recipe: Recipe, out: Path, data: Path | None, num_t
     text = open_text(data, recipe, checkpoint.tokenizer_path, num_tokens) if data is not None else None
     given, router = read_weights(checkpoint.model_tensors(), before), _read_router(checkpoint)
     made, figures = convert(given, target, layers, recipe.run.seed, None)
-    report: dict[str, Any] = {"source": str(checkpoint.path), "out": str(out), "data": None, "losses": None}
+    report: dict[str, Any] = {"source": str(checkpoint.path), "out": str(out)}
+    report |= dict.fromkeys(("data", "losses", "differences"))
     if text is not None:
         model = loaded(before, given, router)
-        losses = {"source": _loss(model, text), "warm_start": _loss(loaded(target, made, router), text)}
+        losses = {"source": _losses(model, text), "warm_start": _losses(loaded(target, made, router), text)}
         made, figures = _fitted(model, given, recipe, layers, text)
-        losses["fitted_warm_start"] = _loss(loaded(target, made, router), text)
-        losses["random_start"] = _loss(build_decoder(target, Mesh(), recipe.run.seed), text)
-        tokens = {"fitted_tokens": text.fitted_tokens, "compared_tokens": text.compared_tokens}
-        report |= {"data": {"prefix": str(data), **tokens}, "losses": losses}
+        losses["fitted_warm_start"] = _losses(loaded(target, made, router), text)
+        losses["random_start"] = _losses(build_decoder(target, Mesh(), recipe.run.seed), text)
+        report["data"] = {
+            "prefix": str(data),
+            "fitted_tokens": text.fitted_tokens,
+            "compared_tokens": text.compared_tokens,
+            "compared_sequences": text.num_compared,
+        }
+        report["losses"] = {key: float(of_sequences.mean()) for key, of_sequences in losses.items()}
+        report["differences"] = {
+            f"fitted_warm_start - {other}": difference(losses["fitted_warm_start"], losses[other])
+            for other in ("source", "warm_start", "random_start")
+        }
     report["layers"] = [{"layer": layer, **figures[layer]} for layer in layers]
     _write(out, checkpoint, recipe, made, router)
     return report
@@ -168,8 +184,17 @@ def loaded(config: Model, weights: Weights, router: Weights) -> Decoder:
     return model
 
 
-def _loss(model: Decoder, text: Text) -> float:
-    return mean_loss(model, text.to_compare())
+def _losses(model: Decoder, text: Text) -> np.ndarray[Any, Any]:
+    return sequence_means(model, text.to_compare())
+
+
+def difference(losses: np.ndarray[Any, Any], others: np.ndarray[Any, Any]) -> dict[str, float]:
+    """Mean difference of two models' losses of the same sequences, and its standard error.
+
+    Pairs: that some sequences are harder than others, for both, is no part of the error.
+    """
+    each = losses - others
+    return {"mean": float(each.mean()), "standard_error": float(each.std(ddof=1) / len(each) ** 0.5)}
 
 
 def _write(out: Path, source: Checkpoint, recipe: Recipe, weights: Weights, router: Weights) -> None:
@@ -210,6 +235,7 @@ def describe(report: dict[str, Any]) -> Iterator[str]:
         }
         for key, name in names.items():
             yield f"  {losses[key]:8.4f}  {name}"
+        yield from _verdicts(report["differences"], data["compared_sequences"])
         yield ""
     norm = "weights'" if data is None else "queries'"
     yield f"per layer: share of the {norm} mean square that physical heads and Premix lose; |W-I| of each group" + (
@@ -223,3 +249,18 @@ def describe(report: dict[str, Any]) -> Iterator[str]:
             parts.append(f"{row['output_error_without_postmix']:7.2%} -> {row['output_error']:.2%}")
         yield "  ".join(parts)
     yield f"wrote {report['out']}; train it with run.start_from={report['out']}"
+
+
+def _verdicts(differences: dict[str, dict[str, float]], num_sequences: int) -> Iterator[str]:
+    """In words what the fitted warm start is beside the others, and whether so many sequences can show it."""
+    names = {"source": "the source", "warm_start": "the weights alone", "random_start": "a random start"}
+    yield f"the fitted one, standard errors over {num_sequences} sequences:"
+    for key, name in names.items():
+        mean, error = (differences[f"fitted_warm_start - {key}"][part] for part in ("mean", "standard_error"))
+        if abs(mean) <= 2 * error:
+            yield f"  {mean:+8.4f} ± {error:.4f}  is as good as {name} within the noise"
+        else:
+            yield f"  {mean:+8.4f} ± {error:.4f}  is {'worse' if mean > 0 else 'better'} than {name}"
+    alone = differences["fitted_warm_start - warm_start"]
+    if alone["mean"] > 2 * alone["standard_error"]:
+        yield "  the fit did harm: make it without --data, or give more --tokens"
