@@ -1,5 +1,5 @@
 # Everything a newcomer needs; each target sets up what it uses in .venv.
-#   make quickstart   corpus, training on two CPU ranks, fold, export, sample (about 10 minutes)
+#   make quickstart   corpus, training on two CPU ranks, fold, export, sample (about 6 minutes on two cores)
 #   make test         the test suite
 #   make check        format, lint, types
 #   make benchmark    speed as ratios (see benchmarks/README.md)

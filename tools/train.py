@@ -75,7 +75,9 @@ def main() -> None:
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("recipe", type=Path, help="YAML file, see recipes/")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change a key of the recipe")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="change a key of the recipe"
+    )
     parser.add_argument(
         "--reduced", action="store_true", help="make the recipe small enough for this machine, see below"
     )

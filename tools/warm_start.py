@@ -44,7 +44,7 @@ def main() -> None:
     )
     parser.add_argument("source", type=Path, help="checkpoint of a grouped model, or a run (its newest is taken)")
     parser.add_argument("recipe", type=Path, help="recipe of the virtual head model to start")
-    parser.add_argument("overrides", nargs="*", help="section.key=value, over the recipe")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="change a key of RECIPE")
     parser.add_argument("--out", type=Path, required=True, help="checkpoint to make, complete or not at all")
     parser.add_argument("--data", type=Path, metavar="PREFIX", help="indexed dataset (.bin, .idx) to fit on")
     parser.add_argument("--tokens", type=int, help="tokens of --data to fit on (default 131072)")

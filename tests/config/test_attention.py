@@ -132,7 +132,7 @@ def test_a_broken_rule_names_the_section_that_breaks_it(attention: dict[str, Any
     ("keys", "expected"),
     [
         ({"kind": "grouped"}, "num_attention_heads: required key is missing; add it"),
-        ({**GROUPED, "postmix_rank": 2}, "postmix_rank: unknown key; known here: kind, num_attention_heads, "),
+        ({**GROUPED, "postmix_rank": 2}, "postmix_rank: unknown key; it belongs to kind vha; remove it, or change "),
         ({"kind": "vha", "head_dims": 32}, "num_attention_heads: required key is missing; add it"),
         ({"kind": "mla"}, "kind=mla: must be one of grouped, vha; known here: grouped, vha"),
     ],

@@ -57,7 +57,8 @@ def test_experts_lie_along_the_sharding_axis_and_take_no_ranks() -> None:
         ),
         (
             {"parallel.expert": 2},
-            "parallel.expert=2: must divide parallel.sharding=1 and model.experts.num_experts=8; use 1",
+            "parallel.expert=2: must divide parallel.sharding=1 and model.experts.num_experts=8; use 1, or make "
+            "parallel.sharding a multiple of 2",
         ),
         (
             {"parallel.expert": 3, "parallel.sharding": 4},

@@ -144,9 +144,12 @@ def _check_experts(recipe: Recipe) -> None:
             for degree in range(1, parallel.sharding + 1)
             if parallel.sharding % degree == 0 and experts.num_experts % degree == 0
         ]
+        remedy = f"use {_nearest(works, parallel.expert)}"
+        if experts.num_experts % parallel.expert == 0:
+            remedy += f", or make parallel.sharding a multiple of {parallel.expert}"
         raise UserError(
             f"parallel.expert={parallel.expert}: must divide parallel.sharding={parallel.sharding} and "
-            f"model.experts.num_experts={experts.num_experts}; use {_nearest(works, parallel.expert)}"
+            f"model.experts.num_experts={experts.num_experts}; {remedy}"
         )
     if experts.capacity_factor is not None and parallel.context > 1:
         raise UserError(

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
+import copy
 import io
-import typing
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import YAMLError
 
 from vha_paddle.config.check import check
+from vha_paddle.config.explain import explain
 from vha_paddle.config.schema import Recipe
 from vha_paddle.errors import UserError
 
@@ -25,7 +26,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read `path`, apply `section.key=value` overrides, validate every key and every rule.
 
     Raises:
-        UserError: the file cannot be read, is not a recipe, or breaks a rule.
+        UserError: the file cannot be read, is not a recipe, or breaks a rule; an override is named where it, and not
+            the file, is what does.
     """
     try:
         if path.stat().st_size > MAX_RECIPE_BYTES:
@@ -36,9 +38,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     values = _parse(text, str(path))
     if not isinstance(values, dict):
         raise UserError(f"{path}: not a recipe: the top level must be sections such as `run:` and `model:`")
-    for override in overrides:
-        _apply(values, override)
-    return recipe_from_dict(values, source=str(path))
+    return _overridden(values, overrides, source=str(path))
 
 
 def recipe_from_dict(values: dict[str, Any], source: str) -> Recipe:
@@ -48,13 +48,17 @@ def recipe_from_dict(values: dict[str, Any], source: str) -> Recipe:
         UserError: an unknown key, a wrong type, or a broken rule.
     """
     try:
-        recipe = Recipe.model_validate(values)
-    except ValidationError as error:
-        raise UserError(f"{source}: {_explain(error, values)}") from None
-    try:
-        check(recipe)
+        return _checked(values)
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
+
+
+def _checked(values: dict[str, Any]) -> Recipe:
+    try:
+        recipe = Recipe.model_validate(values)
+    except ValidationError as error:
+        raise UserError(explain(error, values)) from None
+    check(recipe)
     return recipe
 
 
@@ -64,10 +68,7 @@ def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     Raises:
         UserError: as `load_recipe`.
     """
-    values = recipe.model_dump(mode="json", exclude_none=True)
-    for override in overrides:
-        _apply(values, override)
-    return recipe_from_dict(values, source=recipe.run.name)
+    return _overridden(recipe.model_dump(mode="json", exclude_none=True), overrides, source=recipe.run.name)
 
 
 def recipe_to_yaml(recipe: Recipe) -> str:
@@ -93,6 +94,34 @@ def _parse(text: str, source: str) -> Any:
         raise UserError(f"{source}: not valid YAML: {reason}") from None
 
 
+def _overridden(values: dict[str, Any], overrides: Sequence[str], source: str) -> Recipe:
+    changed = copy.deepcopy(values)
+    for override in overrides:
+        _apply(changed, override)
+    try:
+        return _checked(changed)
+    except UserError as error:
+        at_fault = source if _has_fault(values, str(error)) else _at_fault(str(error), overrides)
+        raise UserError(f"{at_fault}: {error}") from None
+
+
+def _has_fault(values: dict[str, Any], message: str) -> bool:
+    try:
+        _checked(values)
+    except UserError as error:
+        return str(error) == message
+    return False
+
+
+def _at_fault(message: str, overrides: Sequence[str]) -> str:
+    """The override whose key a message begins with, the last of them; all where it begins with another."""
+    key = re.split(r"[=:]", message)[0]
+    given = {override: override.partition("=")[0] for override in overrides}
+    named = [override for override, path in given.items() if f"{key}.".startswith(f"{path}.")]
+    named = named[-1:] or [override for override, path in given.items() if path.startswith(f"{key}.")][-1:]
+    return " ".join(f"override {override!r}" for override in named or overrides)
+
+
 def _apply(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")):
@@ -104,77 +133,3 @@ def _apply(values: dict[str, Any], override: str) -> None:
         if not isinstance(target, dict):
             raise UserError(f"override {override!r}: {section} is a value, not a section")
     target[last] = _parse(text, f"override {override!r}")
-
-
-def _explain(error: ValidationError, values: dict[str, Any]) -> str:
-    """One line for the first fault: dotted key, value, rule, remedy."""
-    fault = error.errors(include_url=False)[0]
-    path = _without_tags(fault["loc"], values)
-    key = ".".join(path)
-    if fault["type"] == "extra_forbidden":
-        siblings = _keys_at(path[:-1], values)
-        return f"{key}: unknown key; {_suggest(path[-1], siblings)}"
-    if fault["type"] == "missing":
-        present = _lookup(path[:-1], values)
-        unknown = [name for name in present if name not in _keys_at(path[:-1], values)] if present else []
-        near = difflib.get_close_matches(path[-1], unknown, n=1)
-        hint = f"; {near[0]!r} is there: is it a slip?" if near else "; add it"
-        return f"{key}: required key is missing{hint}"
-    if fault["type"] == "union_tag_not_found":
-        return f"{key}.kind: required key is missing; use {fault['ctx']['discriminator']} as in the recipes"
-    if fault["type"] == "union_tag_invalid":
-        tag, expected = fault["ctx"]["tag"], fault["ctx"]["expected_tags"]
-        names = [name.strip(" '") for name in expected.split(",")]
-        return f"{key}.kind={tag}: must be one of {', '.join(names)}; {_suggest(tag, names)}"
-    value = fault["input"]
-    shown = "a section" if isinstance(value, dict) else repr(value)
-    rule = fault["msg"].replace("Input should be", "must be").replace("Input", "it")
-    return f"{key}={shown}: {rule}; correct the value"
-
-
-def _without_tags(location: Sequence[int | str], values: dict[str, Any]) -> list[str]:
-    """pydantic puts a union's tag into the path (`attention.vha.head_dim`); users never wrote it there."""
-    path: list[str] = []
-    here: Any = values
-    for position, part in enumerate(location):
-        is_tag = isinstance(here, dict) and part == here.get("kind") and part not in here
-        if is_tag and position < len(location) - 1:
-            continue
-        path.append(str(part))
-        here = here.get(part) if isinstance(here, dict) else None
-    return path
-
-
-def _lookup(path: Sequence[str], values: dict[str, Any]) -> dict[str, Any]:
-    here: Any = values
-    for part in path:
-        here = here.get(part, {}) if isinstance(here, dict) else {}
-    return here if isinstance(here, dict) else {}
-
-
-def _keys_at(path: Sequence[str], values: dict[str, Any]) -> list[str]:
-    """Keys the schema knows in the section at `path`, for the kind that is written there."""
-    section: type[BaseModel] = Recipe
-    here: Any = values
-    for part in path:
-        here = here.get(part) if isinstance(here, dict) else None
-        candidates = _section_types(section.model_fields[part].annotation)
-        kind = here.get("kind") if isinstance(here, dict) else None
-        matching = [c for c in candidates if "kind" in c.model_fields and kind in _literals(c)]
-        section = (matching or candidates)[0]
-    return list(section.model_fields)
-
-
-def _section_types(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [section for member in typing.get_args(annotation) for section in _section_types(member)]
-
-
-def _literals(section: type[BaseModel]) -> tuple[Any, ...]:
-    return typing.get_args(section.model_fields["kind"].annotation)
-
-
-def _suggest(word: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
