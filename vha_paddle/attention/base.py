@@ -103,15 +103,14 @@ def attend(
     v_BSKV: paddle.Tensor,
     mesh: Mesh,
     window: int | None = None,
-    scale: float | None = None,
 ) -> paddle.Tensor:
     """Causal attention of the queries at this rank's positions over the keys and values of all: y_BSNV.
 
-    `window` and `scale` are `causal_attention`'s. Under context parallelism the keys and values are gathered, one
+    `window` is `causal_attention`'s. Under context parallelism the keys and values are gathered, one
     communication where a ring takes one per rank.
     """
     k_BTKH, v_BTKV = from_every_position(mesh, k_BSKH, v_BSKV)
-    return attend_to_all(q_BSNH, k_BTKH, v_BTKV, mesh, window, scale)
+    return attend_to_all(q_BSNH, k_BTKH, v_BTKV, mesh, window)
 
 
 def attend_to_all(
@@ -120,8 +119,7 @@ def attend_to_all(
     v_BTKV: paddle.Tensor,
     mesh: Mesh,
     window: int | None = None,
-    scale: float | None = None,
 ) -> paddle.Tensor:
     """`attend` where the keys and values of every position are at hand."""
     pieces = mesh.pieces(q_BSNH.shape[1]) if mesh.context_degree > 1 else None
-    return causal_attention(q_BSNH, k_BTKH, v_BTKV, pieces, window=window, scale=scale)
+    return causal_attention(q_BSNH, k_BTKH, v_BTKV, pieces, window=window)

@@ -44,18 +44,22 @@ def load_parameters(parameters: Mapping[str, paddle.Tensor], tensors: LogicalTen
             _fill(parameter, parameter, tensors, info_of(parameter).name, mesh)
 
 
-def load_masters(optimizer: OptimizerState, tensors: LogicalTensors, mesh: Mesh) -> None:
-    """Fill the master weights, if the optimizer keeps any, with the model's weights; every rank calls it.
+def load_masters(optimizer: OptimizerState, checkpoint: Checkpoint, mesh: Mesh) -> None:
+    """Fill the master weights, if the optimizer keeps any, with the checkpoint's masters, which have the digits that
+    bfloat16 lacks, or with its weights where it has none; every rank calls it.
 
     An optimizer makes its masters from the parameters that it is given: without this, its first step would undo
     `load_parameters`.
     """
     masters = optimizer.slots().get("master", {})
+    tensors, suffix = checkpoint.optimizer_tensors(), ".master"
+    if not any(name.endswith(suffix) for name in tensors):
+        tensors, suffix = checkpoint.model_tensors(), ""
     with together(mesh):
         for parameter in optimizer.parameters:
             name = info_of(parameter).name
             if name in masters:  # another sharding rank owns the rest
-                _fill(masters[name], parameter, tensors, name, mesh)
+                _fill(masters[name], parameter, tensors, name + suffix, mesh)
 
 
 def load_optimizer(optimizer: OptimizerState, checkpoint: Checkpoint, mesh: Mesh) -> None:

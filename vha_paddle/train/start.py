@@ -34,9 +34,8 @@ def start_from(
         checkpoint = open_together(Path(recipe.run.start_from), mesh)
         with together(mesh):
             _check_tokenizer(checkpoint, Path(recipe.data.tokenizer))
-        tensors = checkpoint.model_tensors()
-        load_parameters(parameters, tensors, mesh)
-        load_masters(optimizer, tensors, mesh)
+        load_parameters(parameters, checkpoint.model_tensors(), mesh)
+        load_masters(optimizer, checkpoint, mesh)
     except UserError as error:
         raise UserError(f"run.start_from={recipe.run.start_from}: {error}") from None
     return checkpoint
