@@ -7,7 +7,16 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SCRIPTS = ("ops.py", "vha_over_gqa.py", "kinds.py", "peers.py", "moe.py", "checkpoint.py", "scaling.py")
+SCRIPTS = (
+    "ops.py",
+    "vha_over_gqa.py",
+    "kinds.py",
+    "postmix_space.py",
+    "peers.py",
+    "moe.py",
+    "checkpoint.py",
+    "scaling.py",
+)
 
 
 def main() -> None:
