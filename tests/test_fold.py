@@ -28,7 +28,6 @@ from vha_paddle.names import expected_tensors
 from vha_paddle.tensors import attention_tensors
 
 Arrays = dict[str, np.ndarray]
-
 VISIBLE = 0.05  # the least relative error that proves the data able to see a fault
 
 
@@ -46,10 +45,8 @@ def model_of(attention: dict[str, Any], **keys: Any) -> Model:
     return model
 
 
-PREMIX_ONLY = {"postmix": "none", "postmix_rank": None}
-POSTMIX_ONLY = {"premix": "none"}
-WIDE = {"physical_head_dim": 10, "premix_init": "orthogonal"}
-GATED = {"output_gate": "before_postmix"}
+PREMIX_ONLY, POSTMIX_ONLY = {"postmix": "none", "postmix_rank": None}, {"premix": "none"}
+WIDE, GATED = {"physical_head_dim": 10, "premix_init": "orthogonal"}, {"output_gate": "before_postmix"}
 GROUPED = {"kind": "grouped", "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 5}
 TINY = model_of(vha())
