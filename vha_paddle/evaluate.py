@@ -51,7 +51,7 @@ def tokenizer_digest(path: Path) -> str | None:
     """sha256 of the tokenizer that belongs to what `load_model` finds at `path`; None where a directory that was
     exported elsewhere holds none."""
     if not (path / CONFIG_FILE).is_file():
-        return sha256_of(open_checkpoint(path).tokenizer_path)
+        return sha256_of(open_without_digests(path).tokenizer_path)
     tokenizer = path / TOKENIZER_FILE
     return sha256_of(tokenizer) if tokenizer.is_file() else None
 
@@ -201,21 +201,22 @@ def sequence_means(
 
 
 def _load_folded(path: Path) -> Decoder:
-    """The checkpoint at `path`, folded, in float32."""
-    checkpoint = open_checkpoint(path)
+    """The checkpoint at `path`, whose digests have been checked, folded, in float32."""
+    checkpoint = open_without_digests(path)
     config = checkpoint.recipe.model
-    model = _new_decoder(folded(config))
-    parameters = model.named_tensors()
-    for name, array in folded_tensors(checkpoint.model_tensors(), config, "float32"):
-        parameters[name].set_value(array)
-    return model
+    return decoder_with(folded(config), folded_tensors(checkpoint.model_tensors(), config, "float32"))
 
 
 def _load_exported(path: Path) -> Decoder:
     config = read_hf_model(path)
+    return decoder_with(config, read_hf_tensors(path, config))
+
+
+def decoder_with(config: Model, tensors: Iterable[tuple[str, np.ndarray[Any, Any]]]) -> Decoder:
+    """A decoder for evaluation, in float32, with these values of its tensors, by canonical name."""
     model = _new_decoder(config)
     parameters = model.named_tensors()
-    for name, array in read_hf_tensors(path, config):
+    for name, array in tensors:
         parameters[name].set_value(device_tensor(array, parameters[name].dtype))
     return model
 

@@ -166,9 +166,8 @@ def check_foldable(model: Model, source: str) -> None:
     Raises:
         UserError: one does not; the line names its key, the reason and the remedy.
     """
-    _refuse_what_stays(model.attention, "model.attention", source)
-    if model.sliding_window is not None and model.sliding_window.attention is not None:
-        _refuse_what_stays(model.sliding_window.attention, "model.sliding_window.attention", source)
+    for section, attention in model.attention_sections.items():
+        _refuse_what_stays(attention, section, source)
 
 
 def _converted(

@@ -17,25 +17,24 @@ from __future__ import annotations
 from vha_paddle.config import (
     Attention,
     ComposedAttention,
-    FactorizedAttention,
     GroupedValueAttention,
     LatentAttention,
     Model,
 )
 from vha_paddle.counts.dtypes import BYTES, Dtype
+from vha_paddle.counts.heads import heads_per_rank
 
 
-def kv_cache_values(attention: Attention) -> int:
-    """Values that a layer keeps per token of context."""
+def kv_cache_values(attention: Attention, tensor: int = 1) -> int:
+    """Values that a layer keeps per token of context, of the heads of one of `tensor` ranks."""
+    heads = heads_per_rank(attention, tensor).key_value
     if isinstance(attention, LatentAttention):
         return attention.kv_lora_rank + attention.qk_rope_head_dim
-    if isinstance(attention, FactorizedAttention):
-        return 2 * attention.head_dim
     if isinstance(attention, GroupedValueAttention):
-        return attention.num_key_value_heads * attention.head_dim + attention.qk_rope_head_dim
+        return heads * attention.head_dim + attention.qk_rope_head_dim
     if isinstance(attention, ComposedAttention):
-        return 2 * attention.num_attention_heads * (attention.head_dim + 2 * attention.compose_rank + 1)
-    return 2 * attention.num_key_value_heads * attention.head_dim
+        return 2 * heads * (attention.head_dim + 2 * attention.compose_rank + 1)
+    return 2 * heads * attention.head_dim
 
 
 def kv_cache_bytes(attention: Attention, dtype: Dtype) -> int:

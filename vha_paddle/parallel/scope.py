@@ -108,13 +108,7 @@ class Scope:
         `view` and `axis` say which output features a rank holds when they are not a contiguous run.
         """
         placement = Placement.split((in_features, out_features), axis, view)
-        if self.mesh.tensor_degree == 1:
-            return Linear(self, placement, initializer)
-        from vha_paddle.parallel.layers import ColumnLinear
-
-        layer = ColumnLinear(in_features, out_features, _zeros(), self.mesh, self.products)
-        self._adopt(layer.weight, "weight", placement, initializer, "matrix")
-        return layer
+        return self._split_linear(placement, initializer, leaves_region=False)
 
     def row_linear(
         self,
@@ -129,11 +123,16 @@ class Scope:
         `view` and `axis` say which input features a rank holds when they are not a contiguous run.
         """
         placement = Placement.split((in_features, out_features), axis, view)
+        return self._split_linear(placement, initializer, leaves_region=True)
+
+    def _split_linear(self, placement: Placement, initializer: Initializer, leaves_region: bool) -> nn.Layer:
         if self.mesh.tensor_degree == 1:
             return Linear(self, placement, initializer)
-        from vha_paddle.parallel.layers import RowLinear
+        from vha_paddle.parallel.layers import ColumnLinear, RowLinear
 
-        layer = RowLinear(in_features, out_features, _zeros(), self.mesh, self.products)
+        in_features, out_features = placement.shape
+        split = RowLinear if leaves_region else ColumnLinear
+        layer = split(in_features, out_features, _zeros(), self.mesh, self.products)
         self._adopt(layer.weight, "weight", placement, initializer, "matrix")
         return layer
 

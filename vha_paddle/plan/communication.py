@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vha_paddle.config import Attention, Recipe, VirtualHeadAttention
-from vha_paddle.counts import BYTES
+from vha_paddle.counts import BYTES, kv_cache_values
 from vha_paddle.plan.stages import REST, LocalTensor, chunks_of, owned_tensors, stage_tensors
-from vha_paddle.plan.terms import GRADIENT_BYTES, Sizes, gathered_values
+from vha_paddle.plan.terms import GRADIENT_BYTES, Sizes
 
 Axis = Literal["tensor", "pipeline", "context", "data", "sharding", "expert"]
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce", "send", "all-to-all"]
@@ -151,9 +151,10 @@ def _pipeline(recipe: Recipe, stage: int) -> Iterator[Transfer]:
 
 
 def _context(recipe: Recipe, stage: int) -> Iterator[Transfer]:
+    """What a decoder would cache of each token is gathered for every layer, of a tensor rank's heads."""
     parallel, sizes = recipe.parallel, Sizes.of(recipe)
     per_token = sum(
-        layers * gathered_values(attention, parallel.tensor) for attention, layers in _attentions(recipe, stage).items()
+        layers * kv_cache_values(attention, parallel.tensor) for attention, layers in _attentions(recipe, stage).items()
     )
     payload = recipe.num_microbatches * sizes.tokens * parallel.context * per_token * sizes.width
 

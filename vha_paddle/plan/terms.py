@@ -104,18 +104,6 @@ def attention_terms(attention: Attention, model: Model, sizes: Sizes) -> Attenti
     return _TERMS[attention.kind](attention, model, sizes)
 
 
-def gathered_values(attention: Attention, tensor: int) -> int:
-    """Values per token that context parallelism gathers for a layer: of a tensor rank's heads, what is cached."""
-    heads = heads_per_rank(attention, tensor).key_value
-    if isinstance(attention, LatentAttention):
-        return attention.kv_lora_rank + attention.qk_rope_head_dim
-    if isinstance(attention, GroupedValueAttention):
-        return heads * attention.head_dim + attention.qk_rope_head_dim
-    if isinstance(attention, ComposedAttention):
-        return 2 * heads * (attention.head_dim + 2 * attention.compose_rank + 1)
-    return 2 * heads * attention.head_dim
-
-
 def _flash(sizes: Sizes, *, query: int, key: int, value: int, output: int, num_query: int) -> dict[str, int]:
     """Flash attention: values of a token's queries, keys, values and outputs, and its query heads."""
     terms = {

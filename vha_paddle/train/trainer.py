@@ -116,7 +116,8 @@ class Trainer:
                     check_agreement(self.model.parameters(), self.mesh)
                     if log is not None:
                         log.line(f"step {self.step}: ranks agree on every parameter")
-                self._save_when_due()
+                if self._is_due(self.recipe.checkpoint.interval):
+                    self.save()
             self._saver.wait()
         finally:
             self._saver.close()
@@ -181,20 +182,18 @@ class Trainer:
         }
         if result.moe is not None:
             record["moe"] = result.moe
-        interval = recipe.logging.eval_interval
-        if self.step == recipe.num_steps or (interval is not None and self.step % interval == 0):
+        if self._is_due(recipe.logging.eval_interval):
             loss = self.evaluate()
             if loss is not None:
                 record["val_loss"] = loss
-        interval = recipe.logging.maps_interval
-        if interval is not None and (self.step == recipe.num_steps or self.step % interval == 0):
+        maps_interval = recipe.logging.maps_interval
+        if maps_interval is not None and self._is_due(maps_interval):
             record["maps"] = measure_maps(self.model.parameters(), self.mesh)
         return record
 
-    def _save_when_due(self) -> None:
-        interval = self.recipe.checkpoint.interval
-        if self.step == self.recipe.num_steps or (interval is not None and self.step % interval == 0):
-            self.save()
+    def _is_due(self, interval: int | None) -> bool:
+        """Whether what is done every so many steps, and after the last one, is done now."""
+        return self.step == self.recipe.num_steps or (interval is not None and self.step % interval == 0)
 
     def _resume(self) -> list[str]:
         """Continue from the newest checkpoint, if there is one, else from `run.start_from`; returns the keys that

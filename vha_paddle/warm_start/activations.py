@@ -9,8 +9,8 @@ import numpy as np
 import paddle
 
 from vha_paddle.config import GroupedAttention, Model
-from vha_paddle.model.decoder import Decoder, build_decoder
-from vha_paddle.parallel.mesh import Mesh
+from vha_paddle.evaluate import decoder_with
+from vha_paddle.model.decoder import Decoder
 from vha_paddle.warm_start.factorise import OutputMoments
 
 TokenBatches = Iterable[np.ndarray[Any, Any]]
@@ -41,11 +41,7 @@ def output_moments(
         plain: the target without its maps: grouped attention in these layers.
         weights: of these layers' attention, Premix folded, under canonical names.
     """
-    target = build_decoder(plain, Mesh(), seed=0)
-    parameters = target.named_tensors()
-    for name, array in weights.items():
-        parameters[name].set_value(array.astype(np.float32))
-    target.eval()
+    target = decoder_with(plain, weights.items())
     moments: dict[int, OutputMoments] = {}
     caught: list[np.ndarray] = []
     for layer in layers:

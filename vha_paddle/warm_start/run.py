@@ -31,7 +31,7 @@ from vha_paddle.data.indexed import IndexedTokens
 from vha_paddle.data.loader import ValidationWindows
 from vha_paddle.data.tokenizer import Tokenizer
 from vha_paddle.errors import RunError, UserError
-from vha_paddle.evaluate import sequence_means
+from vha_paddle.evaluate import decoder_with, sequence_means
 from vha_paddle.files import atomic_directory, atomic_write
 from vha_paddle.model.decoder import Decoder, build_decoder
 from vha_paddle.parallel.mesh import Mesh
@@ -175,12 +175,9 @@ def _read_router(checkpoint: Checkpoint) -> Weights:
 
 def loaded(config: Model, weights: Weights, router: Weights) -> Decoder:
     """A decoder with these weights and router states, which are all that it has."""
-    model = build_decoder(config, Mesh(), seed=0)
-    for name, parameter in model.named_tensors().items():
-        parameter.set_value(weights[name])
+    model = decoder_with(config, weights.items())
     if model.balance is not None:
         model.balance.restore(router)
-    model.eval()
     return model
 
 
