@@ -14,7 +14,10 @@ from tests.oracles.fp8 import quantized
 from tests.tolerances import FLOAT64, assert_close
 from vha_paddle.model.decoder import Decoder, build_decoder
 from vha_paddle.model.microbatch import microbatches_of
+from vha_paddle.parallel.init import Constant
 from vha_paddle.parallel.mesh import Mesh
+from vha_paddle.parallel.placement import Placement
+from vha_paddle.parallel.scope import OneHeadLinear, Scope
 
 PROJECTIONS = re.compile(
     r"self_attn\.((q|k|v|g|o|q_a|q_b|kv_b|k_rope)_proj|kv_a_proj_with_mqa)\.weight$"
@@ -107,11 +110,9 @@ def test_a_part_of_a_projection_is_rounded_as_the_projection(name: str) -> None:
     whole = attention.v_proj.weight.numpy()
     columns = slice(0, whole.shape[1] // 2)
     x = np.random.default_rng(0).standard_normal((1, 5, len(whole)))
-    if name.startswith("gva"):
-        attention.value_columns = columns
-        result = attention._values(paddle.to_tensor(x))
-    else:
-        attention.kv_columns = columns
-        result = attention._key_value(paddle.to_tensor(x), attention.v_proj)
+    placement = Placement.replicated(tuple(whole.shape), partial_gradient=True)
+    part = OneHeadLinear(Scope.standalone("v_proj"), placement, Constant(0.0), columns)
+    part.weight, part.products = attention.v_proj.weight, attention.v_proj.products
+    result = part(paddle.to_tensor(x))
     expected = quantized(x[0], "along rows") @ quantized(whole[:, columns], "blocks")
     assert_close(result.numpy()[0], expected, FLOAT64, "values")

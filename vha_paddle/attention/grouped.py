@@ -8,7 +8,6 @@ from paddle.nn import functional as F
 
 from vha_paddle.attention.base import RotaryTables, attend, check_config, norm_and_rotate
 from vha_paddle.config import GroupedAttention
-from vha_paddle.ops.linear import linear
 from vha_paddle.parallel.init import Normal
 from vha_paddle.parallel.recompute import recomputed
 from vha_paddle.parallel.scope import RMSNorm, Scope
@@ -37,20 +36,13 @@ class SelfAttentionGrouped(nn.Layer):
         super().__init__()
         check_config(config, GroupedAttention)
         scope = scope or Scope.standalone("self_attn")
-        mesh, init = scope.mesh, Normal(initializer_range)
+        init = Normal(initializer_range)
         num_query, num_kv, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.mesh, self.head_dim, self.recompute = mesh, head_dim, scope.recompute == "selective"
+        self.mesh, self.head_dim, self.recompute = scope.mesh, head_dim, scope.recompute == "selective"
         self.window, self.output_gate = window, config.output_gate
-        self.kv_columns: slice | None = None
         self.q_proj = scope.child("q_proj").column_linear(hidden_size, num_query * head_dim, init)
-        if num_kv % mesh.tensor_degree == 0:
-            self.k_proj = scope.child("k_proj").column_linear(hidden_size, num_kv * head_dim, init)
-            self.v_proj = scope.child("v_proj").column_linear(hidden_size, num_kv * head_dim, init)
-        else:
-            self.k_proj = scope.child("k_proj").replicated_linear(hidden_size, num_kv * head_dim, init)
-            self.v_proj = scope.child("v_proj").replicated_linear(hidden_size, num_kv * head_dim, init)
-            group = mesh.tensor_rank * num_kv // mesh.tensor_degree
-            self.kv_columns = slice(group * head_dim, (group + 1) * head_dim)
+        self.k_proj = scope.child("k_proj").key_value_linear(hidden_size, num_kv, head_dim, init)
+        self.v_proj = scope.child("v_proj").key_value_linear(hidden_size, num_kv, head_dim, init)
         self.q_norm = RMSNorm(scope.child("q_norm"), head_dim, rms_norm_eps, inside_tensor_region=True)
         self.k_norm = RMSNorm(scope.child("k_norm"), head_dim, rms_norm_eps, inside_tensor_region=True)
         if config.output_gate:
@@ -61,8 +53,8 @@ class SelfAttentionGrouped(nn.Layer):
         x_BSD = self.mesh.enter_tensor_region(x_BSD)
         batch, sequence, _ = x_BSD.shape
         q_BSNH = self.q_proj(x_BSD).reshape([batch, sequence, -1, self.head_dim])
-        k_BSKH = self._key_value(x_BSD, self.k_proj).reshape([batch, sequence, -1, self.head_dim])
-        v_BSKH = self._key_value(x_BSD, self.v_proj).reshape([batch, sequence, -1, self.head_dim])
+        k_BSKH = self.k_proj(x_BSD).reshape([batch, sequence, -1, self.head_dim])
+        v_BSKH = self.v_proj(x_BSD).reshape([batch, sequence, -1, self.head_dim])
 
         def core(q_BSNH: paddle.Tensor, k_BSKH: paddle.Tensor, v_BSKH: paddle.Tensor) -> paddle.Tensor:
             q_BSNH = norm_and_rotate(q_BSNH, self.q_norm, rope)
@@ -74,8 +66,3 @@ class SelfAttentionGrouped(nn.Layer):
         if self.output_gate:
             y_BSE = y_BSE * F.sigmoid(self.g_proj(x_BSD))
         return self.o_proj(y_BSE)
-
-    def _key_value(self, x_BSD: paddle.Tensor, projection: nn.Layer) -> paddle.Tensor:
-        if self.kv_columns is None:
-            return projection(x_BSD)
-        return linear(x_BSD, projection.weight[:, self.kv_columns], projection.products)

@@ -29,7 +29,6 @@ from paddle import nn
 
 from vha_paddle.attention.base import RotaryTables, attend_to_all, check_config, from_every_position, map_heads
 from vha_paddle.config import GroupedValueAttention
-from vha_paddle.ops.linear import linear
 from vha_paddle.ops.rope import apply_rope
 from vha_paddle.parallel.init import Normal
 from vha_paddle.parallel.placement import Placement
@@ -52,20 +51,14 @@ class SelfAttentionGVA(nn.Layer):
         super().__init__()
         check_config(config, GroupedValueAttention)
         scope = scope or Scope.standalone("self_attn")
-        mesh, init = scope.mesh, Normal(initializer_range)
+        init = Normal(initializer_range)
         N, K, H = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.mesh, self.head_dim, self.recompute = mesh, H, scope.recompute == "selective"
+        self.mesh, self.head_dim, self.recompute = scope.mesh, H, scope.recompute == "selective"
         self.widths = [H, config.qk_rope_head_dim]
         # content keys start at the scale of the values
         self.key_map = scope.parameter(self, "key_map", Placement.split((N, H, H), axis=0), Normal(H**-0.5), "matrix")
         self.q_proj = scope.child("q_proj").column_linear(hidden_size, N * sum(self.widths), init)
-        self.value_columns: slice | None = None
-        if K % mesh.tensor_degree == 0:
-            self.v_proj = scope.child("v_proj").column_linear(hidden_size, K * H, init)
-        else:
-            self.v_proj = scope.child("v_proj").replicated_linear(hidden_size, K * H, init)
-            group = mesh.tensor_rank * K // mesh.tensor_degree
-            self.value_columns = slice(group * H, (group + 1) * H)
+        self.v_proj = scope.child("v_proj").key_value_linear(hidden_size, K, H, init)
         self.k_rope_proj = scope.child("k_rope_proj").replicated_linear(hidden_size, config.qk_rope_head_dim, init)
         self.o_proj = scope.child("o_proj").row_linear(N * H, hidden_size, init)
 
@@ -73,7 +66,7 @@ class SelfAttentionGVA(nn.Layer):
         x_BSD = self.mesh.enter_tensor_region(x_BSD)
         batch, sequence, _ = x_BSD.shape
         q_BSNE = self.q_proj(x_BSD).reshape([batch, sequence, -1, sum(self.widths)])
-        v_BSKH = self._values(x_BSD).reshape([batch, sequence, -1, self.head_dim])
+        v_BSKH = self.v_proj(x_BSD).reshape([batch, sequence, -1, self.head_dim])
         k_rope_BS1R = self.k_rope_proj(x_BSD).unsqueeze(2)
 
         def core(q_BSNE: paddle.Tensor, v_BSKH: paddle.Tensor, k_rope_BS1R: paddle.Tensor) -> paddle.Tensor:
@@ -88,8 +81,3 @@ class SelfAttentionGVA(nn.Layer):
         inputs = (q_BSNE, v_BSKH, k_rope_BS1R)
         y_BSNH = recomputed(core, *inputs) if self.recompute else core(*inputs)
         return self.o_proj(y_BSNH.reshape([batch, sequence, -1]))
-
-    def _values(self, x_BSD: paddle.Tensor) -> paddle.Tensor:
-        if self.value_columns is None:
-            return self.v_proj(x_BSD)
-        return linear(x_BSD, self.v_proj.weight[:, self.value_columns], self.v_proj.products)

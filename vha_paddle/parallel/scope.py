@@ -50,6 +50,17 @@ class Linear(nn.Layer):
         return linear(x, self.weight, self.products)
 
 
+class OneHeadLinear(Linear):
+    """The projection of all heads, whole on every rank, which computes the one head that is its own."""
+
+    def __init__(self, scope: Scope, placement: Placement, initializer: Initializer, columns: slice) -> None:
+        super().__init__(scope, placement, initializer)
+        self.columns = columns
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return linear(x, self.weight[:, self.columns], self.products)
+
+
 @dataclass(frozen=True)
 class Scope:
     """A place in the model under construction. `child` descends; the other methods create layers there."""
@@ -140,6 +151,16 @@ class Scope:
         """Whole on every rank, inside the tensor region: each rank's gradient is partial and will be summed."""
         placement = Placement.replicated((in_features, out_features), partial_gradient=True)
         return Linear(self, placement, initializer)
+
+    def key_value_linear(self, in_features: int, num_heads: int, head_dim: int, initializer: Initializer) -> nn.Layer:
+        """Heads that query heads share, split over the tensor ranks where the degree divides them. With fewer heads
+        than ranks, every rank holds them whole and computes the one that its query heads read."""
+        degree = self.mesh.tensor_degree
+        if num_heads % degree == 0:
+            return self.column_linear(in_features, num_heads * head_dim, initializer)
+        head = self.mesh.tensor_rank * num_heads // degree
+        placement = Placement.replicated((in_features, num_heads * head_dim), partial_gradient=True)
+        return OneHeadLinear(self, placement, initializer, slice(head * head_dim, (head + 1) * head_dim))
 
     def vocab_embedding(
         self, vocab_size: int, hidden_size: int, initializer: Initializer, is_tied_copy: bool = False
