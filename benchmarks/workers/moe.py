@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-import time
 from typing import Any
 
 from vha_paddle.host import prepare_process
 
 prepare_process()
-import numpy as np  # noqa: E402
-import paddle  # noqa: E402
 from harness import serve  # noqa: E402
+from layer_step import layer_step  # noqa: E402
 
 from vha_paddle.config import GroupedAttention, MixtureOfExperts, Model  # noqa: E402
 from vha_paddle.host import set_compute_threads  # noqa: E402
@@ -37,24 +35,7 @@ def main() -> None:
         **FEED_FORWARD[sys.argv[1]],
     )
     model = build_decoder(config, Mesh(), seed=0)
-    parameters = [p for p in model.parameters() if p is not model.embed_tokens.weight]
-    optimizer = paddle.optimizer.AdamW(1e-4, parameters=parameters, weight_decay=0.1)
-    x_BSD = paddle.to_tensor(np.random.default_rng(0).standard_normal((BATCH, SEQUENCE, HIDDEN), dtype=np.float32))
-
-    def step() -> dict[str, float]:
-        start = time.perf_counter()
-        y_BSD = x_BSD
-        for block in model.layers:
-            y_BSD = block(y_BSD)
-        model.norm(y_BSD).mean().backward()
-        forward_backward = time.perf_counter() - start
-        optimizer.step()
-        optimizer.clear_grad(set_to_zero=False)
-        if model.balance is not None:
-            model.balance.finish_step()
-        return {"seconds": time.perf_counter() - start, "forward_backward": forward_backward}
-
-    serve(step)
+    serve(layer_step(model, (BATCH, SEQUENCE, HIDDEN)))
 
 
 if __name__ == "__main__":
