@@ -30,6 +30,7 @@ ORDER = (
     ("attention",),
     ("model",),
     ("data", "checkpoint"),
+    ("sources",),
     ("export", "map_report"),
     ("evaluate", "sampling", "generate"),
     ("warm_start",),

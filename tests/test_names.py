@@ -136,7 +136,7 @@ def test_a_foreign_name_is_refused_with_a_suggestion(name: str, meant: str) -> N
         "model.layers.01.self_attn.q_proj.weight",
         "model.layers.-1.mlp.up_proj.weight",
         "model.layers.0.model.norm.weight",
-        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.0.mlp.up_proj.bias",
         "model.layers.0.self_attn.g_proj.weight",
         "model.layers.0.mlp.shared_expert.up_proj.weight",
     ],

@@ -6,7 +6,8 @@ pairs, in the group-major order n = g*P + i that a grouped-query kernel expects,
 N = P*K plain heads. QK-norm and RoPE come after Premix and see no difference. On the way out Postmix mixes
 the heads, y' = M y with M = I + B A^T, and out = sum_m y'[m] W_O[m], where W_O[m] is the block of H rows of
 head m. Sum over m first: out = sum_n y[n] (sum_m M[m, n] W_O[m]), so the bracket is the new block n of W_O
-(M transposed: the head that is read, n, is its second index). All other tensors are copied. The fold is exact
+(M transposed: the head that is read, n, is its second index). A bias of the query projection is one more row of
+W_Q and goes through Premix like the others; all other tensors, the other biases too, are copied. The fold is exact
 up to round-off, and only because no norm precedes Premix and no gate or activation follows Postmix: a gate on the
 heads' outputs is copied where Postmix acts on what it lets through, M (gate * y), and refused where it comes after.
 
@@ -196,6 +197,8 @@ def _folded_attention(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     result = {name: array for name, array in tensors.items() if name not in VHA_MAPS}
     if PREMIX in tensors:
         result["q_proj.weight"] = fold_premix(tensors["q_proj.weight"], tensors[PREMIX])
+        if "q_proj.bias" in tensors:
+            result["q_proj.bias"] = fold_premix(tensors["q_proj.bias"][None], tensors[PREMIX])[0]
     if POSTMIX_A in tensors:
         o_proj = tensors["o_proj.weight"]
         result["o_proj.weight"] = fold_postmix(o_proj, tensors[POSTMIX_A], tensors[POSTMIX_B])

@@ -31,6 +31,7 @@ _IN_LAYER = re.compile(r"(model\.layers\.(?:0|[1-9][0-9]*)\.)(.+)")
 _EXPERTS = "mlp.experts."
 _LAYER_ROLES: dict[str, Role] = {
     **{f"self_attn.{part}_proj.weight": "linear" for part in ("q", "k", "v", "o")},
+    **{f"self_attn.{part}_proj.bias": "copied" for part in ("q", "k", "v", "o")},
     **{f"mlp.{part}_proj.weight": "linear" for part in ("gate", "up", "down")},
     "mlp.gate.weight": "linear",  # the router
     **{f"{_EXPERTS}{part}_proj": "experts" for part in ("gate", "up", "down")},

@@ -116,16 +116,36 @@ def _gain(name: str, size: int) -> TensorSpec:
     return TensorSpec(name=f"{name}.weight", shape=(size,), held="partial")
 
 
+def _projection(name: str, rows: int, columns: int, bias: bool, held: Held = "split") -> Iterator[TensorSpec]:
+    """A linear weight and, where it has one, its bias, which is held as the columns are."""
+    yield _linear(name, rows, columns, held)
+    if bias:
+        yield TensorSpec(name=f"{name}.bias", shape=(columns,), held=held)
+
+
+def _output_projection(rows: int, columns: int, bias: bool) -> Iterator[TensorSpec]:
+    """The output projection. Its bias is added after the ranks' sum, on the residual stream."""
+    yield _linear("o_proj", rows, columns)
+    if bias:
+        yield TensorSpec(name="o_proj.bias", shape=(columns,), held="stream")
+
+
+def _qk_gains(attention: GroupedAttention | VirtualHeadAttention) -> Iterator[TensorSpec]:
+    if attention.qk_norm:
+        yield _gain("q_norm", attention.head_dim)
+        yield _gain("k_norm", attention.head_dim)
+
+
 def _grouped(attention: GroupedAttention, D: int, tensor: int) -> Iterator[TensorSpec]:
     N, K, H = attention.num_attention_heads, attention.num_key_value_heads, attention.head_dim
-    yield _linear("q_proj", D, N * H)
-    yield _linear("k_proj", D, K * H, kv_held(K, tensor))
-    yield _linear("v_proj", D, K * H, kv_held(K, tensor))
-    yield _gain("q_norm", H)
-    yield _gain("k_norm", H)
+    bias = attention.attention_bias
+    yield from _projection("q_proj", D, N * H, bias)
+    yield from _projection("k_proj", D, K * H, bias, kv_held(K, tensor))
+    yield from _projection("v_proj", D, K * H, bias, kv_held(K, tensor))
+    yield from _qk_gains(attention)
     if attention.output_gate:
         yield _linear("g_proj", D, N * H)
-    yield _linear("o_proj", N * H, D)
+    yield from _output_projection(N * H, D, bias)
 
 
 def _vha(attention: VirtualHeadAttention, D: int, tensor: int) -> Iterator[TensorSpec]:
@@ -142,14 +162,14 @@ def _vha(attention: VirtualHeadAttention, D: int, tensor: int) -> Iterator[Tenso
         assert R is not None, "checked with the recipe"
         yield TensorSpec(name="postmix_a", shape=(N, R), held="split")
         yield TensorSpec(name="postmix_b", shape=(N, R), held="split")
-    yield _linear("q_proj", D, attention.num_projected_heads * attention.projected_head_dim)
-    yield _linear("k_proj", D, K * H, "partial")
-    yield _linear("v_proj", D, K * H, "partial")
-    yield _gain("q_norm", H)
-    yield _gain("k_norm", H)
+    bias = attention.attention_bias
+    yield from _projection("q_proj", D, attention.num_projected_heads * attention.projected_head_dim, bias)
+    yield from _projection("k_proj", D, K * H, bias, "partial")
+    yield from _projection("v_proj", D, K * H, bias, "partial")
+    yield from _qk_gains(attention)
     if attention.output_gate != "none":
         yield _linear("g_proj", D, N * H)
-    yield _linear("o_proj", N * H, D)
+    yield from _output_projection(N * H, D, bias)
 
 
 def _mla(attention: LatentAttention, D: int, tensor: int) -> Iterator[TensorSpec]:

@@ -35,6 +35,10 @@ class GroupedAttention(AttentionSection):
     """Key/value heads K: N is MHA, 1 is MQA."""
     head_dim: Positive
     """Width H of a head."""
+    qk_norm: bool = True
+    """RMSNorm of each query and key head before RoPE, as Qwen3 has it; false is Llama's form."""
+    attention_bias: bool = False
+    """A bias on each of the q, k, v and o projections. None of the paper's models has one."""
     output_gate: bool = False
     """Multiply each channel of the heads' outputs by sigmoid(x W_gate) before the output projection."""
 
@@ -79,6 +83,10 @@ class VirtualHeadAttention(AttentionSection):
     postmix_space: Literal["activation", "weight"] = "activation"
     """Where training applies Postmix: to the heads' outputs, or to W_O once per forward pass. The same function and
     gradients; `weight` saves no activation and adds no communication per token under tensor parallelism."""
+    qk_norm: bool = True
+    """RMSNorm of each query and key head before RoPE, as Qwen3 has it; false is Llama's form."""
+    attention_bias: bool = False
+    """A bias on each of the q, k, v and o projections. None of the paper's models has one."""
     output_gate: Literal["none", "before_postmix", "after_postmix"] = "none"
     """Multiply each channel of the heads' outputs by sigmoid(x W_gate). Before Postmix both maps fold; after it
     (as upstream) only Premix does."""

@@ -36,6 +36,8 @@ def folded_attention(attention: Attention) -> Attention:
             num_attention_heads=attention.num_attention_heads,
             num_key_value_heads=attention.num_key_value_heads,
             head_dim=attention.head_dim,
+            qk_norm=attention.qk_norm,
+            attention_bias=attention.attention_bias,
             output_gate=attention.output_gate != "none",
         )
     left = attention.model_dump()

@@ -1,0 +1,69 @@
+"""What a checkpoint is to those who read it: a model, its tensors, a tokenizer, and where it all came from.
+
+Each kind of checkpoint has a reader that gives a `Source`. The export, its verification and the tools know nothing of
+files: they see canonical names (`tensors.py`), our orientation, and values that are read when they are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from vha_paddle.config import Model, Recipe
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """One tensor of the model, before it is read."""
+
+    shape: tuple[int, ...]
+    """Logical shape, a linear weight `[in, out]`."""
+    dtype: np.dtype[Any]
+    """Floating point; bfloat16 is ml_dtypes'."""
+    stored: tuple[str, ...]
+    """The tensors of the files that it is made of, as the files call them; none where the model needs zeros (the bias
+    of an output projection) that the checkpoint does not state."""
+
+
+class Weights(Protocol):
+    """The tensors of a model, by canonical name; one is in memory at a time."""
+
+    @property
+    def specs(self) -> Mapping[str, WeightSpec]:
+        """Exactly the model's tensors, in the order of `tensors.model_tensors`."""
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """Tensors of the files that nothing is made of, as the files call them, each with the reason: a copy of the
+        embedding as output projection, rounded weights beside their masters."""
+
+    def read(self, name: str) -> np.ndarray[Any, Any]:
+        """The values of one, in an array that may be changed and that keeps no file mapped.
+
+        Raises:
+            UserError: the file is damaged.
+        """
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint that has been opened and understood: nothing of its tensors has been read."""
+
+    path: Path
+    kind: str
+    """The form it has, in words: `vha_paddle checkpoint`, `PaddleFleet core, flex folder`, …"""
+    model: Model
+    """As it was trained."""
+    weights: Weights
+    tokenizer: Path | None
+    """A file or directory for `data.tokenizer`; None where the checkpoint has none."""
+    provenance: Mapping[str, Any]
+    """What the report and the model card say of it: JSON values, by name."""
+    recipe: Recipe | None = None
+    """Of checkpoints that a run of this package wrote."""
+    warnings: tuple[str, ...] = field(default=())
+    """What the reader had to assume, a line each."""

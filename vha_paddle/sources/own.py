@@ -1,0 +1,90 @@
+"""Checkpoints that runs of this package wrote, under whatever layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vha_paddle.checkpoint.layout import MANIFEST_FILE, Checkpoint, open_checkpoint, open_without_digests, sha256_of
+from vha_paddle.checkpoint.logical import LogicalTensors
+from vha_paddle.counts import parameters
+from vha_paddle.errors import UserError
+from vha_paddle.names import account, check_shape, expected_tensors
+from vha_paddle.sources.base import Source, WeightSpec
+from vha_paddle.tensor_file import DTYPE_NAMES
+
+KIND = "vha_paddle checkpoint"
+_FLOATING = ("F64", "F32", "F16", "BF16")
+_MASTER = ".master"
+
+
+class OwnWeights:
+    """The parameters of a checkpoint: of a bfloat16 run its float32 master weights, which training updates and of
+    which the parameters are roundings."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        """Check names, shapes and dtypes; reads no tensor.
+
+        Raises:
+            UserError: the tensors are not exactly the recipe's.
+        """
+        model, optimizer = checkpoint.model_tensors(), checkpoint.optimizer_tensors()
+        expected = expected_tensors(checkpoint.recipe.model)
+        account(model, expected, str(model.path))
+        self.specs: dict[str, WeightSpec] = {}
+        self.left_out: dict[str, str] = {}
+        self._found: dict[str, LogicalTensors] = {}
+        for name, shape in expected.items():
+            tensors, stored = model, name
+            if name + _MASTER in optimizer:
+                tensors, stored = optimizer, name + _MASTER
+                self.left_out[name] = f"rounded from {stored}"
+            entry = tensors.entries[stored]
+            check_shape(stored, entry.shape, shape, str(tensors.path))
+            if DTYPE_NAMES[entry.dtype] not in _FLOATING:
+                raise UserError(f"{tensors.path}: {stored} holds {entry.dtype}; the tensors must be floating point")
+            self.specs[name] = WeightSpec(shape, entry.dtype, (stored,))
+            self._found[name] = tensors
+
+    def read(self, name: str) -> np.ndarray[Any, Any]:
+        return np.array(self._found[name].array(self.specs[name].stored[0]))
+
+
+def open_own(path: Path, with_digests: bool = True) -> Source:
+    """A checkpoint of this package, or the newest of a run directory.
+
+    Args:
+        with_digests: whether the files are compared with the manifest's digests, which reads them all.
+
+    Raises:
+        UserError: there is none, it is incomplete or damaged, or its tensors are not its recipe's.
+    """
+    checkpoint = open_checkpoint(path) if with_digests else open_without_digests(path)
+    return Source(
+        path=checkpoint.path,
+        kind=KIND,
+        model=checkpoint.recipe.model,
+        weights=OwnWeights(checkpoint),
+        tokenizer=checkpoint.tokenizer_path,
+        provenance=_provenance(checkpoint),
+        recipe=checkpoint.recipe,
+    )
+
+
+def _provenance(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    recipe, state = checkpoint.recipe, checkpoint.state
+    return {
+        "run": recipe.run.name,
+        "checkpoint": checkpoint.path.resolve().name,
+        "step": state.step,
+        "tokens": state.tokens,
+        "samples": state.samples,
+        "seed": state.seed,
+        "sequence_length": recipe.data.sequence_length,
+        "vha_paddle": state.version,
+        "manifest_sha256": sha256_of(checkpoint.path / MANIFEST_FILE),
+        "parameters": parameters(recipe.model).total,
+    }
