@@ -1,0 +1,1 @@
+"""Runs compared: their metrics.jsonl and recipes as one page with plots and a table."""

@@ -1,0 +1,129 @@
+"""The page: a table and plots in one HTML file that needs no network and runs no script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+from vha_paddle.config.differences import differences
+from vha_paddle.run_report.compare import Group
+from vha_paddle.run_report.figures import Plot
+
+_STYLE = """
+:root { color-scheme: light; --line: #d8dce2; --soft: #5b6470; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #1c2128; background: #fff; margin: 2rem auto; max-width: 1400px;
+       padding: 0 1.5rem; }
+h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+p { color: var(--soft); max-width: 80ch; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { border-bottom: 1px solid var(--line); padding: .35rem .8rem; text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+td.best { font-weight: 600; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 1rem; }
+figure { margin: 0; } figure svg { width: 100%; height: auto; }
+"""
+
+_LOSSES = {
+    "loss_end": "training loss, end",
+    "val_loss_end": "validation loss, last",
+    "loss_equal_tokens": "training loss, equal tokens",
+    "val_loss_equal_tokens": "validation loss, equal tokens",
+    "loss_equal_flops": "training loss, equal FLOPs",
+    "val_loss_equal_flops": "validation loss, equal FLOPs",
+}
+
+
+def page(compared: dict[str, Any], groups: Sequence[Group], plots: Iterable[tuple[Plot, str]]) -> str:
+    """The HTML of a comparison.
+
+    Args:
+        compared: of `compare.comparison`.
+        plots: each with its SVG.
+    """
+    figures = "\n".join(f'<figure role="img" aria-label="{escape(plot.title)}">{svg}</figure>' for plot, svg in plots)
+    title = escape(", ".join(group.name for group in groups))
+    return f"""<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{title}</title><style>{_STYLE}</style></head>
+<body>
+<h1>{title}</h1>
+<p>Losses are in nats per token. Training losses are means over the last {compared["smoothing_tokens"]:,.0f} tokens or
+so (exponential); validation losses are not smoothed. Equal tokens: {compared["equal_tokens"]:,}, what the shortest run
+has. Equal FLOPs: {compared["equal_flops"]:.3g}, what the cheapest run has. Of several seeds: mean ± standard deviation.
+The least of a row is bold; whether it differs from the others, the deviations tell.</p>
+<h2>Comparison</h2>
+<div class="wide">{_table(compared)}</div>
+<h2>Curves</h2>
+<div class="plots">
+{figures}
+</div>
+<h2>What the recipes differ in</h2>
+<div class="wide">{_differences(groups)}</div>
+</body>
+</html>
+"""
+
+
+def _table(compared: dict[str, Any]) -> str:
+    """A row per figure, a column per group."""
+    groups = compared["groups"]
+    rows = [
+        _row("", [escape(group["name"]) for group in groups], head=True),
+        _row("attention", [group["attention"] for group in groups]),
+        _row("parameters", [f"{group['parameters']:,}" for group in groups]),
+        _row("parameters that a token uses", [f"{group['active_parameters']:,}" for group in groups]),
+        _row("KV cache, values per token", [f"{group['kv_cache_values_per_token']:,}" for group in groups]),
+        _row("training FLOPs per token", [f"{group['flops_per_token']:.4g}" for group in groups]),
+        _row("seeds", [", ".join(map(str, group["seeds"])) for group in groups]),
+        _row("tokens trained", [", ".join(f"{tokens:,}" for tokens in group["tokens"]) for group in groups]),
+    ]
+    for key, label in _LOSSES.items():
+        statistics = [group[key] for group in groups]
+        if any(statistics):
+            means = [statistic["mean"] for statistic in statistics if statistic]
+            best = min(means) if len(means) > 1 else None
+            rows.append(
+                _row(label, [_shown(each) for each in statistics], bold=[_is(each, best) for each in statistics])
+            )
+    rows.append(_row("tokens per second", [_shown(group["tokens_per_second"], digits=0) for group in groups]))
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _is(statistic: dict[str, Any] | None, best: float | None) -> bool:
+    return statistic is not None and statistic["mean"] == best
+
+
+def _shown(statistic: dict[str, Any] | None, digits: int = 4) -> str:
+    if statistic is None:
+        return "–"
+    text = f"{statistic['mean']:,.{digits}f}"
+    deviation = statistic["standard_deviation"]
+    return text if deviation is None else f"{text} ± {deviation:,.{digits}f}"
+
+
+def _row(label: str, cells: Sequence[str], head: bool = False, bold: Sequence[bool] = ()) -> str:
+    """One row; `label` and `cells` are HTML already."""
+    tag = "th" if head else "td"
+    marks = [' class="best"' if mark else "" for mark in bold] or [""] * len(cells)
+    shown = "".join(f"<{tag}{mark}>{cell}</{tag}>" for cell, mark in zip(cells, marks, strict=True))
+    return f'<tr><th scope="row">{label}</th>{shown}</tr>'
+
+
+def _differences(groups: Sequence[Group]) -> str:
+    """Every key in which some group's recipe is unlike the first one's, with the value of each group."""
+    first, *others = (group.runs[0].recipe for group in groups)
+    by_key: dict[str, dict[int, Any]] = {}
+    for number, recipe in enumerate(others, 1):
+        for key, before, after in differences(first, recipe):
+            if not key.startswith("run."):
+                by_key.setdefault(key, {0: before})[number] = after
+    if not by_key:
+        return "<p>Nothing but name, seed and directory.</p>"
+    rows = [_row("", [escape(group.name) for group in groups], head=True)]
+    for key, values in by_key.items():
+        cells = [escape(str(values.get(number, values[0]))) for number in range(len(groups))]
+        rows.append(_row(escape(key), cells))
+    return f"<table>{''.join(rows)}</table>"

@@ -1,0 +1,91 @@
+"""A run as its directory records it: the recipe as it ran, and a record of every optimizer step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vha_paddle.checkpoint.layout import METRICS_FILE, RECIPE_FILE
+from vha_paddle.config import Recipe, load_recipe
+from vha_paddle.counts import FlopRule, training_flops
+from vha_paddle.errors import UserError
+
+Curve = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
+"""Tokens seen, ascending, and the value then."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run."""
+
+    path: Path
+    recipe: Recipe
+    curves: dict[str, Curve]
+    """By the key of the records, those of a part as `moe.worst_load`; a key has the steps that recorded it."""
+
+    @property
+    def name(self) -> str:
+        return self.recipe.run.name
+
+    @property
+    def flops_per_token(self) -> int:
+        """Training FLOPs, of scores only those that the mask keeps."""
+        rule = FlopRule(sequence_length=self.recipe.data.sequence_length, causal=True)
+        return training_flops(self.recipe.model, rule)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained."""
+        return int(self.curves["loss"][0][-1])
+
+
+def read_run(path: Path) -> Run:
+    """Read a run directory, of a run that has ended or still goes on.
+
+    Raises:
+        UserError: it is none, no step is recorded yet, or a line is no record.
+    """
+    metrics = path / METRICS_FILE
+    if not metrics.is_file() or not (path / RECIPE_FILE).is_file():
+        raise UserError(
+            f"{path}: no run, which has a {METRICS_FILE} and a {RECIPE_FILE}; give a run's output directory"
+        )
+    recipe = load_recipe(path / RECIPE_FILE)
+    points: dict[str, tuple[list[float], list[float]]] = {}
+    for number, line in enumerate(_whole_lines(metrics), 1):
+        tokens, values = _numbers(metrics, number, line)
+        for key, value in values.items():
+            of_tokens, of_values = points.setdefault(key, ([], []))
+            of_tokens.append(tokens)
+            of_values.append(value)
+    if "loss" not in points:
+        raise UserError(f"{metrics}: records no step yet; give it a minute")
+    return Run(path, recipe, {key: (np.array(tokens), np.array(values)) for key, (tokens, values) in points.items()})
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """A line that a running or killed process has not finished is left out."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); give a run's output directory") from None
+    return text[: text.rfind("\n") + 1].splitlines()
+
+
+def _numbers(path: Path, number: int, line: str) -> tuple[float, dict[str, float]]:
+    """Tokens seen, and every number of a record; those of the maps are left to tools/analyze_maps.py."""
+    try:
+        record = json.loads(line)
+        tokens = record["tokens"]
+        parts = {key: value for key, value in record.items() if isinstance(value, dict) and key != "maps"}
+        flat = record | {f"{key}.{name}": value for key, part in parts.items() for name, value in part.items()}
+        values = {key: float(value) for key, value in flat.items() if type(value) in (int, float)}
+        if type(tokens) is int and "loss" in values:
+            return tokens, values
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    raise UserError(f"{path}: line {number} is no record of a step; remove the line")
