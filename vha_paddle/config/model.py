@@ -50,7 +50,7 @@ class MixtureOfExperts(Section):
 
 class Model(Section):
     architecture: Literal["qwen3"] = "qwen3"
-    """Decoder of the Qwen3 architecture: RMSNorm, QK-norm, RoPE, SwiGLU, no biases."""
+    """Decoder of the Qwen3 architecture: RMSNorm, RoPE, SwiGLU; QK-norm and biases as `model.attention` says."""
     vocab_size: Positive
     """Rows V of the embedding; at least the tokenizer's vocabulary."""
     hidden_size: Positive

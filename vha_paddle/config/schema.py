@@ -40,7 +40,8 @@ class Data(Section):
     validation: str | None = None
     """Prefix of the validation set; none means no evaluation."""
     tokenizer: str
-    """The SentencePiece model the data was made with; copied into checkpoints and exports."""
+    """What the data was made with: a SentencePiece `tokenizer.model`, a Hugging Face `tokenizer.json`, or a folder that
+    holds one, such as the data's. Copied into checkpoints and exports."""
     sequence_length: Positive
     """Tokens a training sample predicts, S."""
     global_batch_size: Positive
@@ -139,6 +140,14 @@ class Checkpoint(Section):
     """Training goes on as soon as the state is copied to host memory; the files are written behind it."""
 
 
+class Failure(Section):
+    """When a run that goes wrong ends."""
+
+    hang_seconds: Annotated[float, Field(ge=10, le=86400)] = 45.0
+    """The least time that a phase of a step may take before its rank counts as hung and the job ends. Five times what
+    the phase has taken at most is allowed too, and ten minutes where it has not ended before."""
+
+
 class Logging(Section):
     interval: Positive = 10
     """Optimizer steps between console lines. metrics.jsonl gets every step."""
@@ -171,6 +180,7 @@ class Recipe(Section):
     precision: Precision = Precision()
     memory: Memory = Memory()
     checkpoint: Checkpoint = Checkpoint()
+    failure: Failure = Failure()
     logging: Logging = Logging()
     debug: Debug = Debug()
 

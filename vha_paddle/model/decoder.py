@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,8 +64,11 @@ class Decoder(nn.Layer):
         """Cross-entropy of each label, `[B, S]`, in nats."""
         return self.mesh.cross_entropy(self(tokens_BS), labels_BS)
 
-    def forward_backward(self, microbatches: Sequence[Microbatch], scale: float) -> float:
-        """Add the gradients of `scale` times the summed cross-entropy; returns that sum, unscaled.
+    def forward_backward(
+        self, microbatches: Sequence[Microbatch], scale: float, enter: Callable[[str], None] = lambda phase: None
+    ) -> float:
+        """Add the gradients of `scale` times the summed cross-entropy; returns that sum, unscaled. `enter` is told the
+        phase that begins.
 
         Under context parallelism it covers the positions that this rank holds. The losses that balance experts add to
         the gradients and not to the sum.
@@ -75,7 +78,9 @@ class Decoder(nn.Layer):
             self.balance.scale = scale
         for microbatch in microbatches:
             self.context.samples_B = microbatch.samples_B
+            enter("forward")
             loss = self.loss(microbatch.tokens_BS, microbatch.labels_BS).sum()
+            enter("backward")
             (loss * scale).backward()
             total += float(loss.numpy())
         self.sharding.finish_backward()

@@ -54,8 +54,12 @@ class PipelinedDecoder(nn.Layer):
         self.pipeline = Pipeline(parts, mesh.cross_entropy, recipe.data.micro_batch_size, recipe.num_microbatches, mesh)
         accumulate_in_float32(self.parameters())
 
-    def forward_backward(self, microbatches: Sequence[Microbatch], scale: float) -> float:
-        """As `Decoder.forward_backward`; the sum is on the last stage, and 0 on the others."""
+    def forward_backward(
+        self, microbatches: Sequence[Microbatch], scale: float, enter: Callable[[str], None] = lambda phase: None
+    ) -> float:
+        """As `Decoder.forward_backward`; the sum is on the last stage, and 0 on the others. The stages' forward and
+        backward passes alternate, and are one phase."""
+        enter("pipeline")
         self.pipeline.stages.announce = self._announcing(microbatches)
         if self.balance is not None:
             self.balance.scale = scale

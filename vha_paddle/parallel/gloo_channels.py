@@ -75,6 +75,8 @@ class Channels:
         self.address = f"{host}:{self._listener.getsockname()[1]}:{self._token.hex()}"
         self.batch: list[Callable[[], None]] | None = None
         """Receives put off to the end of the batch that is open, if one is."""
+        self.waiting = False
+        """Whether this process waits for a message; another thread may ask."""
         self._senders: dict[tuple[int, int], _Sender] = {}  # by group and destination
         self._incoming: dict[tuple[int, int], socket.socket] = {}  # by group and source
         self._arrival = threading.Condition()
@@ -102,6 +104,7 @@ class Channels:
             ChannelError: the peer is gone or silent, the length differs, or an earlier send failed.
         """
         self._raise_failure()
+        self.waiting = True
         try:
             connection = self._connection(group, source)
             header = bytearray(LENGTH.size)
@@ -113,6 +116,8 @@ class Channels:
         except OSError as error:
             self._raise_failure()  # a peer that is gone is often seen first by a sender
             raise ChannelError(f"group {group}, message from rank {source}: {error}") from error
+        finally:
+            self.waiting = False
 
     def _accept(self) -> None:
         while True:
@@ -173,7 +178,7 @@ class Member:
     def __init__(self, channels: Channels, store: Any, group_id: int, rank: int, size: int) -> None:
         """Tell the others in `store`, which all members share, where to reach this one."""
         self.group_id, self.rank, self.size = group_id, rank, size
-        self._channels, self._store = channels, store
+        self.channels, self._store = channels, store
         store.set(self._key(rank), channels.address)
 
     def _key(self, rank: int) -> str:
@@ -186,18 +191,18 @@ class Member:
         def address() -> str:
             return self._store.get(self._key(peer)).decode()
 
-        self._channels.send(self.group_id, self.rank, peer, message, address)
+        self.channels.send(self.group_id, self.rank, peer, message, address)
 
     def receive(self, peer: int, array: np.ndarray) -> None:
         """Wait for the bytes."""
-        self._channels.receive(self.group_id, peer, array.view(np.uint8))
+        self.channels.receive(self.group_id, peer, array.view(np.uint8))
 
     def receive_in_batch(self, peer: int, array: np.ndarray) -> None:
         """Wait for the bytes, at the end of the batch where one is open."""
-        if self._channels.batch is None:
+        if self.channels.batch is None:
             self.receive(peer, array)
         else:
-            self._channels.batch.append(lambda: self.receive(peer, array))
+            self.channels.batch.append(lambda: self.receive(peer, array))
 
     def exchange(self, outs: Sequence[np.ndarray], arrays: Sequence[np.ndarray]) -> None:
         """Array i goes to rank i; what rank i sends here lands in out i."""
@@ -254,11 +259,11 @@ class Member:
 
     def start_batch(self) -> None:
         """Put receives off until `end_batch`, on every group; sends still leave at once."""
-        self._channels.batch = []
+        self.channels.batch = []
 
     def end_batch(self) -> None:
         """Do the receives of the batch."""
-        receives, self._channels.batch = self._channels.batch or [], None
+        receives, self.channels.batch = self.channels.batch or [], None
         for receive in receives:
             receive()
 
@@ -300,6 +305,11 @@ DONE = SimpleNamespace(wait=lambda *_: True, is_completed=lambda: True, synchron
 
 members: dict[Any, Member] = {}
 """By process group."""
+
+
+def is_waiting() -> bool:
+    """Whether this process waits for another rank's message; another thread may ask."""
+    return any(member.channels.waiting for member in list(members.values()))
 
 
 def send(group: Any, tensor: Tensor, peer: int, sync_op: bool = True) -> Any:

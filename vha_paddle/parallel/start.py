@@ -12,7 +12,9 @@ import paddle.distributed as dist
 from vha_paddle.config import Parallel
 from vha_paddle.errors import UserError
 from vha_paddle.parallel import gloo
+from vha_paddle.parallel.gloo_channels import is_waiting
 from vha_paddle.parallel.mesh import Mesh
+from vha_paddle.parallel.watchdog import Watchdog
 
 
 def launched_ranks() -> int:
@@ -36,6 +38,15 @@ def start_mesh(parallel: Parallel, num_ranks: int) -> Mesh:
     if num_ranks == 1:
         return Mesh()
     return _mesh(parallel, _start_fleet(parallel))
+
+
+def start_watchdog(mesh: Mesh, hang_seconds: float) -> Watchdog:
+    """Watch over the ranks of a mesh until the block ends; every rank calls it.
+
+    Where collectives are NCCL's nothing tells which ranks wait, and the one that is longest in its phase is named.
+    """
+    host = dist.ParallelEnv().current_endpoint.rsplit(":", 1)[0] or "127.0.0.1"
+    return Watchdog(mesh.rank, mesh.num_ranks, lambda address: mesh.objects(address)[0], hang_seconds, is_waiting, host)
 
 
 def _start_fleet(parallel: Parallel) -> Any:

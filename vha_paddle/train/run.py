@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from vha_paddle.config import Recipe
 from vha_paddle.host import set_compute_threads
-from vha_paddle.parallel.start import start_mesh
+from vha_paddle.parallel.start import start_mesh, start_watchdog
+from vha_paddle.train.phases import Phases
 from vha_paddle.train.trainer import RunData, Trainer, check_precision
 
 
@@ -19,4 +20,5 @@ def run(recipe: Recipe) -> None:
     check_precision(recipe)
     data = RunData(recipe)
     mesh = start_mesh(recipe.parallel, recipe.num_ranks)
-    Trainer(recipe, data, mesh).fit()
+    with start_watchdog(mesh, recipe.failure.hang_seconds) as watchdog:
+        Trainer(recipe, data, mesh, Phases(watchdog.enter)).fit()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,13 +35,16 @@ def accumulate_gradients(
     first_sample: int,
     micro_batch_size: int,
     mesh: Mesh,
+    enter: Callable[[str], None] = lambda phase: None,
 ) -> float:
     """Add the gradients of this rank's share of the global batch to the parameters.
 
     The loss is the mean over the global batch, so every rank divides by all its tokens; returns that mean.
     """
     batches = microbatches_of(tokens_BS, labels_BS, first_sample, micro_batch_size, mesh)
-    return mesh.sum_over_batch(model.forward_backward(batches, 1.0 / tokens_BS.size) / tokens_BS.size)
+    total = model.forward_backward(batches, 1.0 / tokens_BS.size, enter)
+    enter("gradients")
+    return mesh.sum_over_batch(total / tokens_BS.size)
 
 
 def train_step(
@@ -53,17 +57,22 @@ def train_step(
     learning_rate: float,
     max_grad_norm: float,
     mesh: Mesh,
+    enter: Callable[[str], None] = lambda phase: None,
 ) -> StepResult:
     """Train on one global batch, the first sequence of which is number `first_sample` of the run.
+
+    `enter` is told the phases: forward, backward (or pipeline), gradients (completed over the ranks, and their norm),
+    optimizer.
 
     Raises:
         RunError: the loss or the gradient is not finite; the weights are left as they were. Every rank sees the
             same norm, so all stop together.
     """
-    loss = accumulate_gradients(model, tokens_BS, labels_BS, first_sample, micro_batch_size, mesh)
+    loss = accumulate_gradients(model, tokens_BS, labels_BS, first_sample, micro_batch_size, mesh, enter)
     complete_gradients(optimizer.parameters, mesh)
     norm = clip_by_global_norm(optimizer.parameters, max_grad_norm, mesh)
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise RunError(f"loss {loss} and gradient norm {norm}: not finite; lower optim.lr or look at the data")
+    enter("optimizer")
     optimizer.step(learning_rate)
     return StepResult(loss, norm, None if model.balance is None else model.balance.finish_step())

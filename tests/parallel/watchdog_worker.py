@@ -1,0 +1,72 @@
+"""One rank under a watchdog. Arguments: rank, number of ranks, a directory to meet in, what happens to which rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from vha_paddle.errors import RunError
+from vha_paddle.parallel import watchdog
+
+RANK, NUM_RANKS, DIRECTORY, WHAT, VICTIM = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:6]
+WHOLE = 60.0  # seconds a rank would go on for
+
+watchdog.BEAT_SECONDS, watchdog.SILENT_SECONDS, watchdog.OWN_END_SECONDS = 0.2, 8.0, 2.0
+is_victim = VICTIM in (str(RANK), "all")
+waiting = False
+
+
+def share(address: str | None) -> str | None:
+    """The main rank's address, by way of a file."""
+    path = DIRECTORY / "address"
+    if address is not None:
+        path.with_suffix(".tmp").write_text(address)
+        path.with_suffix(".tmp").rename(path)
+    deadline = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return path.read_text()
+
+
+dog = watchdog.Watchdog(RANK, NUM_RANKS, share, hang_seconds=4.0, is_waiting=lambda: waiting)
+for step in range(1, 4):  # so that the phases have ended once
+    for phase in ("data", "backward"):
+        dog.enter(step, phase)
+        time.sleep(0.05)
+if WHAT == "nothing":
+    dog.stop()
+    sys.exit(0)
+dog.enter(4, "backward")
+time.sleep(1.0)  # so that everyone has told where it is
+if is_victim:
+    if WHAT == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if WHAT == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if WHAT == "wait":
+        waiting = True
+    if WHAT == "long":  # a phase that has not ended before may take longer
+        dog.enter(4, "checkpoint")
+        time.sleep(6.0)
+else:
+    waiting = True
+if WHAT == "long":
+    if not is_victim:
+        dog.enter(4, "checkpoint")
+        time.sleep(6.0)
+    dog.stop()
+    sys.exit(0)
+if "explain" in sys.argv:  # what a trainer does: the victim's error, or what a survivor makes of it
+    try:
+        with dog:
+            if is_victim:
+                raise RunError("the disk is full")
+            time.sleep(0.2)
+            raise ConnectionError("the peer closed the connection")
+    except RunError as error:
+        print(f"explained: {error}", flush=True)
+        sys.exit(1)
+time.sleep(WHOLE)

@@ -1,0 +1,356 @@
+"""Notices a rank that has died or hangs, and ends the job with its name, step and phase.
+
+A collective waits for all its ranks: when one dies the others wait for a message that never comes, and whoever looks
+at the job sees processes that compute nothing. Here every rank tells the main one every two seconds where it is, over
+a connection that nothing else uses, from a thread that goes on while the main thread waits, and at once when it begins
+another phase. The main rank decides:
+
+    its connection closes without a farewell          it has died
+    it says that it fails, and why                    it has failed: others may not know yet
+    nothing is heard of it for `SILENT_SECONDS`       it is stopped, or its host is gone
+    it stays in a phase for longer than allowed, and  it hangs: the others wait for it
+    does not wait for another rank
+
+and tells all. A rank that hears of it gives its main thread a moment to end by itself, says what happened and ends
+with exit code 1. Where the main rank is the one that died, the others hear it from their connection.
+
+How long a phase may take follows from how long it took before: `hang_seconds`, or five times the longest so far,
+whichever is more. A phase that has not ended before, such as the first step, which fills caches, may take
+`FIRST_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from types import TracebackType
+
+from vha_paddle.errors import RunError, UserError
+
+BEAT_SECONDS = 2.0
+TOLD_SECONDS = 0.1
+SILENT_SECONDS = 20.0
+FIRST_SECONDS = 600.0
+TIMES_LONGEST = 5.0
+OWN_END_SECONDS = 3.0  # for a main thread that fails for the same reason to say so itself
+CONNECT_SECONDS = 60.0
+MAX_LINE = 4096
+FAREWELL = b"bye\n"
+
+
+@dataclass
+class Beat:
+    """Where a rank is."""
+
+    step: int = 0
+    """Optimizer step it works on, counted from 1; 0 before the first."""
+    phase: str = "start"
+    seconds: float = 0.0
+    """How long it has been in the phase."""
+    allowed: float = FIRST_SECONDS
+    """How long it may be."""
+    waiting: bool = False
+    """Whether it waits for a message of another rank."""
+
+    @property
+    def place(self) -> str:
+        return f"step {self.step}, {self.phase}" if self.step else self.phase
+
+
+@dataclass
+class _Peer:
+    """What the main rank knows of another one."""
+
+    rank: int
+    beat: Beat = field(default_factory=Beat)
+    heard: float = field(default_factory=time.monotonic)
+    unread: bytes = b""
+
+
+class Watchdog:
+    """One rank's end. `enter` is told by the main thread what it begins."""
+
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        share: Callable[[str | None], str | None],
+        hang_seconds: float,
+        is_waiting: Callable[[], bool] = lambda: False,
+        host: str = "127.0.0.1",
+    ) -> None:
+        """Connect; every rank calls it, at the same time.
+
+        Args:
+            share: gives every rank what the main one hands in.
+            hang_seconds: the least that a phase may take, once it has ended before.
+            is_waiting: whether this rank waits for another one's message; asked from another thread.
+            host: by which other ranks reach the main one.
+        """
+        self.rank, self.num_ranks, self.hang_seconds = rank, num_ranks, hang_seconds
+        self.verdict: str | None = None
+        self.failure: str | None = None
+        self._is_waiting = is_waiting
+        self._place = (0, "start", time.monotonic())
+        self._longest: dict[str, float] = {}
+        self._decided, self._stopped = threading.Event(), threading.Event()
+        listener = socket.create_server((host, 0), backlog=num_ranks) if rank == 0 else None
+        token = secrets.token_hex(16)  # so that no stranger's connection passes for a rank's
+        address = share(None if listener is None else f"{host}:{listener.getsockname()[1]}:{token}")
+        self._thread: threading.Thread | None = None
+        self._wake: Callable[[], None] = lambda: None
+        self._tell: Callable[[], None] = lambda: None
+        if num_ranks == 1:
+            return
+        if listener is not None:
+            part: _Main | _Other = _Main(self, listener, token)
+        else:
+            assert address is not None, "the main rank's"
+            place, port, token = address.rsplit(":", 2)
+            connection = socket.create_connection((place, int(port)), timeout=CONNECT_SECONDS)
+            connection.sendall(f"{token} {rank}\n".encode())
+            part = _Other(self, connection)
+        self._wake, self._tell = part.wake, part.tell_soon
+        self._thread = threading.Thread(target=part.watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def enter(self, step: int, phase: str) -> None:
+        """The main thread begins a phase of a step; the one before it has ended."""
+        _, before, since = self._place
+        now = time.monotonic()
+        self._longest[before] = max(self._longest.get(before, 0.0), now - since)
+        self._place = (step, phase, now)
+        self._tell()
+
+    def beat(self) -> Beat:
+        """Where this rank is now."""
+        step, phase, since = self._place
+        longest = self._longest.get(phase)
+        allowed = FIRST_SECONDS if longest is None else max(self.hang_seconds, TIMES_LONGEST * longest)
+        return Beat(step, phase, time.monotonic() - since, allowed, self._is_waiting())
+
+    def stop(self, failure: str | None = None) -> None:
+        """The rank ends; without a `failure` it is done, and its end concerns nobody."""
+        self.failure = failure
+        self._stopped.set()
+        self._wake()
+        if self._thread is not None:
+            self._thread.join(BEAT_SECONDS + 1)
+
+    def __enter__(self) -> Watchdog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """`stop`. What another rank's end has caused here is raised as what happened there."""
+        if error is None or isinstance(error, UserError | RunError):  # those speak for themselves
+            self.stop(None if error is None else str(error))
+            return
+        # a broken connection is often seen before it is known whose
+        known = self._thread is not None and self._decided.wait(2 * BEAT_SECONDS)
+        self.stop(f"{kind.__name__ if kind else ''}: {error}")
+        if known:
+            raise RunError(str(self.verdict)) from error
+
+    def decide(self, verdict: str, culprit: int | None) -> None:
+        """What has happened; from the watching thread. The process ends unless its main thread does so before."""
+        self.verdict = verdict
+        self._decided.set()
+        if culprit == self.rank and not self._stopped.is_set():
+            faulthandler.dump_traceback(all_threads=True)
+        if self._stopped.wait(OWN_END_SECONDS):
+            return
+        if self.rank == (1 if culprit == 0 else 0):
+            print(f"error: {verdict}", file=sys.stderr, flush=True)
+        os._exit(RunError.exit_code)
+
+
+class _Main:
+    """The main rank's part: it hears all and decides."""
+
+    def __init__(self, dog: Watchdog, listener: socket.socket, token: str) -> None:
+        self._dog, self._listener, self._token = dog, listener, token
+        self._peers: dict[socket.socket, _Peer] = {}
+        self._selector = selectors.DefaultSelector()
+
+    def wake(self) -> None:
+        """It looks twice a second by itself."""
+
+    def tell_soon(self) -> None:
+        """Nobody judges the main rank but itself, which knows."""
+
+    def watch(self) -> None:
+        self._accept()
+        told = 0.0
+        while not self._dog._stopped.is_set():
+            for key, _ in self._selector.select(timeout=0.5):
+                assert isinstance(key.fileobj, socket.socket)
+                self._hear(key.fileobj)
+            if time.monotonic() - told > BEAT_SECONDS:
+                told = time.monotonic()
+                self._tell(json.dumps(asdict(self._dog.beat())))
+                self._judge()
+        failure = self._dog.failure
+        self._tell("bye" if failure is None else _verdict(f"rank 0 failed ({self._dog.beat().place}): {failure}", 0))
+
+    def _accept(self) -> None:
+        self._listener.settimeout(CONNECT_SECONDS)
+        while len(self._peers) < self._dog.num_ranks - 1:
+            connection, _ = self._listener.accept()
+            connection.settimeout(CONNECT_SECONDS)
+            token, _, rank = _first_line(connection).partition(" ")
+            if not secrets.compare_digest(token, self._token):
+                connection.close()
+                continue
+            self._peers[connection] = _Peer(int(rank))
+            self._selector.register(connection, selectors.EVENT_READ)
+        self._listener.close()
+
+    def _hear(self, connection: socket.socket) -> None:
+        peer = self._peers[connection]
+        try:
+            data = connection.recv(MAX_LINE)
+        except OSError:
+            data = b""
+        peer.heard = time.monotonic()
+        *lines, peer.unread = (peer.unread + data).split(b"\n")
+        for line in lines:
+            if line + b"\n" == FAREWELL:
+                self._leave(connection)
+                return
+            message = json.loads(line)
+            if "failed" in message:
+                self._leave(connection)
+                self._decide(f"rank {peer.rank} failed ({peer.beat.place}): {message['failed']}", peer.rank)
+                return
+            peer.beat = Beat(**message)
+        if not data:
+            self._leave(connection)
+            self._decide(f"rank {peer.rank} died (last heard of in {peer.beat.place})", peer.rank)
+
+    def _leave(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        del self._peers[connection]
+
+    def _judge(self) -> None:
+        now = time.monotonic()
+        for peer in self._peers.values():
+            if now - peer.heard > SILENT_SECONDS:
+                self._decide(
+                    f"rank {peer.rank} has not answered for {now - peer.heard:.0f} s ({peer.beat.place}): stopped, or "
+                    "its host is gone",
+                    peer.rank,
+                )
+                return
+        if any(now - peer.heard > 3 * BEAT_SECONDS for peer in self._peers.values()):
+            return  # what it does is not known: soon it answers, or it is the one
+        beats = {0: self._dog.beat()} | {peer.rank: peer.beat for peer in self._peers.values()}
+        late = {rank: beat for rank, beat in beats.items() if beat.seconds > beat.allowed}
+        if not late:
+            return
+        culprits = {rank: beat for rank, beat in late.items() if not beat.waiting}
+        if culprits:
+            rank = max(culprits, key=lambda rank: culprits[rank].seconds)
+            self._decide(f"rank {rank} hangs ({beats[rank].place}, for {beats[rank].seconds:.0f} s)", rank)
+        elif all(beat.waiting for beat in beats.values()):
+            places = "; ".join(f"rank {rank}: {beat.place}" for rank, beat in sorted(beats.items()))
+            self._decide(f"every rank waits for another ({places})", None)
+
+    def _decide(self, verdict: str, culprit: int | None) -> None:
+        self._tell(_verdict(verdict, culprit))
+        self._dog.decide(verdict, culprit)
+
+    def _tell(self, line: str) -> None:
+        for connection in self._peers:
+            try:
+                connection.sendall(line.encode() + b"\n")
+            except OSError:
+                continue  # it is heard of, or not, in its turn
+
+
+def _verdict(text: str, culprit: int | None) -> str:
+    return json.dumps({"verdict": text, "culprit": culprit})
+
+
+def _first_line(connection: socket.socket) -> str:
+    line = b""
+    while not line.endswith(b"\n") and len(line) < MAX_LINE:
+        byte = connection.recv(1)
+        if not byte:
+            break
+        line += byte
+    return line.decode(errors="replace").strip()
+
+
+class _Other:
+    """Any other rank's part: it tells where it is, and hears the verdict."""
+
+    def __init__(self, dog: Watchdog, connection: socket.socket) -> None:
+        self._dog, self._connection = dog, connection
+        self._main = Beat()
+        self._sending, self._told = threading.Lock(), 0.0
+        self._heard = time.monotonic()
+
+    def wake(self) -> None:
+        """End the wait for the main rank's next word."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RD)
+
+    def tell_soon(self) -> None:
+        """Tell where this rank is, from its main thread, unless it was told a moment ago."""
+        if time.monotonic() - self._told > TOLD_SECONDS:
+            with contextlib.suppress(OSError):  # the other thread will see it
+                self._tell()
+
+    def _tell(self) -> None:
+        with self._sending:
+            self._told = time.monotonic()
+            self._connection.sendall(json.dumps(asdict(self._dog.beat())).encode() + b"\n")
+
+    def watch(self) -> None:
+        self._connection.settimeout(BEAT_SECONDS)
+        unread = b""
+        while not self._dog._stopped.is_set():
+            try:
+                self._tell()
+                data = self._connection.recv(MAX_LINE)
+                closed = not data
+            except TimeoutError:
+                data, closed = b"", False
+            except OSError:
+                data, closed = b"", True
+            if data:
+                self._heard = time.monotonic()
+            *lines, unread = (unread + data).split(b"\n")
+            for line in lines:
+                if line + b"\n" == FAREWELL:
+                    return
+                self._take_in(json.loads(line))
+            if closed and not self._dog._stopped.is_set():
+                self._dog.decide(f"rank 0 died (last heard of in {self._main.place})", 0)
+            elif time.monotonic() - self._heard > SILENT_SECONDS:
+                silent = time.monotonic() - self._heard
+                self._dog.decide(f"rank 0 has not answered for {silent:.0f} s ({self._main.place})", 0)
+        failure = self._dog.failure
+        try:
+            self._connection.sendall(FAREWELL if failure is None else json.dumps({"failed": failure}).encode() + b"\n")
+        except OSError:
+            return  # the main rank has ended before
+
+    def _take_in(self, message: dict[str, object]) -> None:
+        if "verdict" in message:
+            culprit = message["culprit"]
+            self._dog.decide(str(message["verdict"]), culprit if isinstance(culprit, int) else None)
+        else:
+            self._main = Beat(**message)  # type: ignore[arg-type]
