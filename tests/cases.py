@@ -180,6 +180,8 @@ def oracle_attention(
         rope_theta=rope_theta,
         rms_norm_eps=NORM_EPS,
         window=window,
+        qk_norm=attention.qk_norm,
+        attention_bias=attention.attention_bias,
     )
     if not isinstance(attention, VirtualHeadAttention):
         return replace(spec, gate="before_postmix" if attention.output_gate else "none")
@@ -265,6 +267,15 @@ ATTENTION_LAYOUTS = (
     "pipeline_2",
     "tensor_2_sequence_context_2",
 )
+# What cuts a bias (as a projection's columns, or not at all on the residual stream), and what sums its gradient.
+BIAS_LAYOUTS = (
+    "tensor_2",
+    "tensor_4",
+    "tensor_2_sequence",
+    "context_2",
+    "pipeline_2",
+    "sharding_2_stage_3",
+)
 # What cuts experts, and what cuts the tokens that are counted.
 EXPERT_LAYOUTS = (
     "tensor_2",
@@ -332,6 +343,27 @@ CASES = (
         model=_hybrid(4),
         layouts=ATTENTION_LAYOUTS,
     ),
+    Case(
+        "gqa_bias_without_qk_norm_fewer_kv_heads_than_ranks",
+        _grouped(8, 2) | {"attention_bias": True, "qk_norm": False},
+        tied=False,
+        layouts=BIAS_LAYOUTS,
+    ),
+    Case(
+        "vha_bias_without_qk_norm_in_weight_space",
+        _vha(8, 2, 3, "weight") | {"attention_bias": True, "qk_norm": False},
+        tied=True,
+        decay_target="identity",
+        recompute="selective",
+        layouts=BIAS_LAYOUTS,
+    ),
+    Case(
+        "vha_bias_postmix_only",
+        _vha(8, 2, 3) | {"attention_bias": True, "premix": "none", "output_gate": "before_postmix"},
+        tied=False,
+        decay_target="zero",
+        layouts=BIAS_LAYOUTS,
+    ),
     Case("mla", _mla(14), tied=True, layouts=ATTENTION_LAYOUTS),
     Case("mla_queries_projected", _mla(None), tied=False, recompute="selective", layouts=ATTENTION_LAYOUTS),
     Case(
@@ -394,7 +426,7 @@ CASES = (
     Case(
         # sizes of which every tensor rank has whole tiles; the ranks of the other axes share out whole microbatches
         "gqa_fp8",
-        _grouped(4, 2) | {"head_dim": 128},
+        _grouped(4, 2) | {"head_dim": 128, "attention_bias": True},
         tied=False,
         model={"hidden_size": 160, "intermediate_size": 256},
         fp8="all",

@@ -17,7 +17,8 @@ from tests.oracles.spec import OracleSpec
 from vha_paddle.checkpoint import layout
 from vha_paddle.checkpoint.logical import Cut, cuts_metadata
 from vha_paddle.config import MixtureOfExperts, Model, Recipe, VirtualHeadAttention, recipe_from_dict, recipe_to_yaml
-from vha_paddle.data.tokenizer import train_sentencepiece
+from vha_paddle.data.sentencepiece_tokenizer import train_sentencepiece
+from vha_paddle.data.tokenizer_files import SENTENCEPIECE_FILE
 from vha_paddle.tensor_file import write_tensors
 
 STATE = layout.RunState(step=7, tokens=1792, samples=56, seed=3, data_fingerprint="none", version="0.0.9")
@@ -118,6 +119,8 @@ def oracle_spec(recipe: Recipe) -> OracleSpec:
         head_dim=attention.head_dim,
         premix=has_maps,
         postmix_rank=attention.postmix_rank if has_maps else 0,
+        qk_norm=attention.qk_norm,
+        attention_bias=attention.attention_bias,
         num_hidden_layers=model.num_hidden_layers,
         intermediate_size=model.intermediate_size,
         vocab_size=model.vocab_size,
@@ -168,7 +171,7 @@ def write_checkpoint(
     if recipe.model.experts is not None:
         _write_router(path, recipe.model.num_hidden_layers, recipe.model.experts)
     (path / layout.RECIPE_FILE).write_text(recipe_to_yaml(recipe), encoding="utf-8")
-    (path / layout.TOKENIZER_FILE).write_bytes(tokenizer_model)
+    (path / SENTENCEPIECE_FILE).write_bytes(tokenizer_model)
     is_step = path.name.startswith("step-")
     layout.write_state(path, replace(STATE, step=int(path.name.removeprefix("step-"))) if is_step else STATE)
     layout.write_manifest(path, {file.name: layout.record_of(file) for file in path.iterdir()})

@@ -60,13 +60,14 @@ def test_the_table_is_what_is_built(case: Case, degree: int) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_matrices_decay_gains_do_not_and_maps_as_the_recipe_says(case: Case) -> None:
+def test_matrices_decay_gains_and_biases_do_not_and_maps_as_the_recipe_says(case: Case) -> None:
     with paddle.LazyGuard():
         built = build_decoder(case.recipe().model, Mesh(), seed=0).parameters()
     for parameter in built:
         info = info_of(parameter)
         short = info.name.rpartition(".")[2]
-        expected = "gain" if parameter.ndim == 1 else short.partition("_")[0] if short in VHA_MAPS else "matrix"
+        of_vector = "bias" if short == "bias" else "gain"
+        expected = of_vector if parameter.ndim == 1 else short.partition("_")[0] if short in VHA_MAPS else "matrix"
         assert info.decay == expected, info.name
 
 

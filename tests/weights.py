@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.oracles.spec import PREMIX_DEPARTURE
+from tests.oracles.spec import BIAS_STD, PREMIX_DEPARTURE
 from vha_paddle.config import Attention, Model
 from vha_paddle.tensors import TensorSpec, attention_tensors, model_tensors
 
@@ -24,6 +24,8 @@ def trained_attention(attention: Attention, hidden_size: int, seed: int) -> dict
 def _trained(spec: TensorSpec, generator: np.random.Generator) -> np.ndarray:
     name, shape = spec.name.rpartition("self_attn.")[2], spec.shape
     normal = generator.standard_normal(shape)
+    if name.endswith("_proj.bias"):
+        return BIAS_STD * normal
     if len(shape) == 1:
         return np.exp(0.3 * normal)  # gains off 1 and positive
     if name == "premix":

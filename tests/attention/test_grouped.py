@@ -1,6 +1,8 @@
-"""Grouped-query attention: the layer against its oracle, with its gate and through a window."""
+"""Grouped-query attention: the layer against its oracle, with its gate, its biases, without norms, through a window."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import paddle
@@ -21,9 +23,9 @@ from vha_paddle.attention.base import RotaryTables
 from vha_paddle.config import GroupedAttention
 
 
-def config(num_kv: int, output_gate: bool = False) -> GroupedAttention:
+def config(num_kv: int, output_gate: bool = False, **keys: Any) -> GroupedAttention:
     return GroupedAttention(
-        kind="grouped", num_attention_heads=6, num_key_value_heads=num_kv, head_dim=4, output_gate=output_gate
+        kind="grouped", num_attention_heads=6, num_key_value_heads=num_kv, head_dim=4, output_gate=output_gate, **keys
     )
 
 
@@ -37,6 +39,16 @@ def test_output_and_gradients_equal_the_oracle(
     attention = config(num_kv, output_gate)
     spec = oracle_attention(attention, HIDDEN, THETA, window)
     assert_layer_equals_oracle(attention, attention_forward, attention_backward, spec, recompute, window=window)
+
+
+@pytest.mark.parametrize("num_kv", [1, 2, 6], ids=["multi-query", "grouped", "multi-head"])
+@pytest.mark.parametrize("qk_norm", [False, True], ids=["no QK-norm", "QK-norm"])
+@pytest.mark.parametrize("attention_bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_with_biases_and_without_norms(num_kv: int, qk_norm: bool, attention_bias: bool, recompute: str) -> None:
+    attention = config(num_kv, output_gate=attention_bias, qk_norm=qk_norm, attention_bias=attention_bias)
+    spec = oracle_attention(attention, HIDDEN, THETA)
+    assert_layer_equals_oracle(attention, attention_forward, attention_backward, spec, recompute)
 
 
 def test_a_later_token_leaves_earlier_outputs_bit_equal() -> None:

@@ -40,6 +40,20 @@ VARIANTS = {
     "gate without Postmix": {"output_gate": "before_postmix", "postmix": "none", "postmix_rank": None},
     "weight space": {"postmix_space": "weight"},
     "weight space, gate before": {"postmix_space": "weight", "output_gate": "before_postmix"},
+    "no QK-norm": {"qk_norm": False},
+    "biases": {"attention_bias": True},
+    "biases, SiLU after Premix, gate after Postmix": {
+        "attention_bias": True,
+        "premix": "silu",
+        "output_gate": "after_postmix",
+    },
+    "biases without QK-norm, Postmix only": {"attention_bias": True, "qk_norm": False, "premix": "none"},
+    "biases, wide physical heads, weight space": {
+        "attention_bias": True,
+        "physical_head_dim": 9,
+        "premix_init": "orthogonal",
+        "postmix_space": "weight",
+    },
 }
 
 
@@ -54,6 +68,21 @@ def test_output_and_gradients_equal_the_oracle(variant: dict[str, Any], recomput
 
 def test_a_later_token_leaves_earlier_outputs_bit_equal() -> None:
     assert_causal(CONFIG)
+
+
+def test_biases_start_at_zero_so_that_a_fresh_layer_is_one_without_them() -> None:
+    paddle.seed(3)
+    without = SelfAttentionVHA(HIDDEN, CONFIG)
+    paddle.seed(3)
+    biased = SelfAttentionVHA(HIDDEN, CONFIG.model_copy(update={"attention_bias": True}))
+    for part in "qkvo":
+        projection = getattr(biased, f"{part}_proj")
+        assert projection.bias.shape == projection.weight.shape[1:] and not projection.bias.numpy().any()
+        projection.weight.set_value(getattr(without, f"{part}_proj").weight)
+    biased.premix.set_value(without.premix)
+    biased.postmix_a.set_value(without.postmix_a)
+    x_BSD, rope = paddle.randn([2, 5, HIDDEN]), RotaryTables(HEAD_DIM, THETA, "float32")
+    assert np.array_equal(biased(x_BSD, rope).numpy(), without(x_BSD, rope).numpy())
 
 
 def test_the_layer_alone_takes_paddles_default_dtype() -> None:

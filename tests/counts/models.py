@@ -86,16 +86,20 @@ A3B_EXPERTS = MixtureOfExperts(num_experts=128, num_experts_per_tok=8, moe_inter
 HYBRID = SlidingWindow(window=4, full_every=3, attention=grouped(8, 4, head_dim=6))  # layers 0 and 1 of 3 slide
 
 ONLY_PREMIX, ONLY_POSTMIX = {"postmix": "none"}, {"premix": "none"}
+BIAS_WITHOUT_NORM = {"attention_bias": True, "qk_norm": False}
 TINY: dict[str, Attention] = {
     "mha": grouped(4, 4, head_dim=6),
     "gqa": grouped(8, 2, head_dim=6),
     "gqa_gate": grouped(8, 2, head_dim=6, output_gate=True),
+    "gqa_bias": grouped(8, 2, head_dim=6).model_copy(update=BIAS_WITHOUT_NORM),
     "mqa": grouped(4, 1, head_dim=6),
     "vha": vha(8, 2, 3, head_dim=6),
     "vha_gate": vha(8, 2, 3, head_dim=6, output_gate="before_postmix"),
     "vha_premix": vha(8, 2, None, head_dim=6, **ONLY_PREMIX),
     "vha_postmix": vha(8, 2, 3, head_dim=6, **ONLY_POSTMIX),
     "vha_narrow": vha(8, 2, 3, head_dim=6, physical_head_dim=4, premix_init="orthogonal"),
+    "vha_bias": vha(8, 2, 3, head_dim=6, **BIAS_WITHOUT_NORM),
+    "vha_postmix_bias": vha(8, 2, 3, head_dim=6, **ONLY_POSTMIX, **BIAS_WITHOUT_NORM),
     "vha_silu": vha(8, 2, 3, head_dim=6, premix="silu", postmix="silu"),
     "mla": LatentAttention(
         kind="mla", num_attention_heads=4, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=2, v_head_dim=4

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.counts.models import HYBRID, TINY, grouped, tiny, vha
+from tests.counts.models import BIAS_WITHOUT_NORM, HYBRID, TINY, grouped, tiny, vha
 from vha_paddle import counts
 from vha_paddle.config import Attention, Model, VirtualHeadAttention
 from vha_paddle.config.check_model import check_model
@@ -29,6 +29,11 @@ def left(**others: Any) -> VirtualHeadAttention:
         (vha(8, 2, 3, 6, physical_head_dim=4, premix_init="orthogonal"), GQA),
         (vha(8, 2, 3, 6, postmix_space="weight"), GQA),
         (vha(8, 2, 3, 6, output_gate="before_postmix"), GATED),
+        (vha(8, 2, 3, 6, **BIAS_WITHOUT_NORM), TINY["gqa_bias"]),
+        (
+            vha(8, 2, 3, 6, premix="silu", **BIAS_WITHOUT_NORM),
+            left(premix="silu", postmix="none", postmix_rank=None, **BIAS_WITHOUT_NORM),
+        ),
         (vha(8, 2, None, 6, postmix="none", output_gate="before_postmix"), GATED),
         (vha(8, 2, 3, 6, output_gate="after_postmix"), left(premix="none", output_gate="after_postmix")),
         (

@@ -72,15 +72,21 @@ def attention_shapes(kind: str, degree: int = 1) -> dict[str, Split]:
     assert isinstance(attention, GroupedAttention | VirtualHeadAttention)
     whole = attention.kind == "vha" or degree > attention.num_key_value_heads
     kv: Split = ((12, attention.num_key_value_heads, 6), WHOLE if whole else 1)
-    shapes: dict[str, Split] = {"k_proj": kv, "v_proj": kv, "q_norm": ((6,), WHOLE), "k_norm": ((6,), WHOLE)}
+    shapes: dict[str, Split] = {"k_proj": kv, "v_proj": kv}
+    if attention.qk_norm:
+        shapes |= {"q_norm": ((6,), WHOLE), "k_norm": ((6,), WHOLE)}
     heads = attention.num_attention_heads
     if kind.endswith("gate"):
         shapes["g_proj"] = ((12, heads, 6), 1)
     shapes["o_proj"] = ((heads, 6, 12), 0)
+    if attention.attention_bias:
+        projected = heads if kind in ("gqa_bias", "vha_postmix_bias") else 4
+        shapes |= {"q_proj.bias": ((projected, 6), 0), "o_proj.bias": ((12,), WHOLE)}
+        shapes |= dict.fromkeys(("k_proj.bias", "v_proj.bias"), ((2, 6), WHOLE if whole else 0))
     if isinstance(attention, GroupedAttention):
         return shapes | {"q_proj": ((12, heads, 6), 1)}
     width = 4 if kind == "vha_narrow" else 6
-    if kind == "vha_postmix":
+    if kind.startswith("vha_postmix"):
         shapes["q_proj"] = ((12, 8, 6), 1)
     else:
         shapes |= {"q_proj": ((12, 4, width), 1), "premix": ((2, width, 6), WHOLE)}
@@ -105,7 +111,7 @@ DEGREES += [
     ("mfa", 4),
     ("gva", 2),
 ]
-DEGREES += [("dcmha", 2), ("gqa_gate", 2)]
+DEGREES += [("dcmha", 2), ("gqa_gate", 2), ("gqa_bias", 2), ("gqa_bias", 4)]
 DEGREES += [(kind, degree) for kind in TINY if kind.startswith("vha") for degree in (2, 4)]
 
 

@@ -52,7 +52,7 @@ def test_a_rank_has_its_share_of_heads_and_experts() -> None:
 
 
 def test_query_weights_are_those_of_every_projection_on_the_way_to_the_queries() -> None:
-    for kind, parts in {"vha": ("q_proj", "premix"), "mfa": ("q_a_proj", "q_b_proj"), "gqa": ("q_proj",)}.items():
+    for kind, parts in {"vha": ("q_proj", "premix"), "mfa": ("q_a_proj", "q_b_proj"), "gqa_bias": ("q_proj",)}.items():
         model = tiny(TINY[kind])
         layer = counts.attention_parameters(model.attention, model.hidden_size)
         assert topics.query_weights(model) == sum(layer[part] for part in parts)

@@ -60,6 +60,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "vha_selective": {"attention": VHA, "recompute": "selective"},
     "vha_in_weight_space_selective": {"attention": VHA | {"postmix_space": "weight"}, "recompute": "selective"},
     "vha_gated_postmix_only": {"attention": VHA | {"premix": "none", "output_gate": "after_postmix"}},
+    "vha_bias_without_norm": {"attention": VHA | {"attention_bias": True, "qk_norm": False}},
     "vha_and_sliding_grouped": {"attention": VHA, "model": {"sliding_window": WINDOW}},
     "mla_selective": {"attention": MLA, "recompute": "selective"},
     "mfa": {"attention": MFA},

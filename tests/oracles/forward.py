@@ -1,11 +1,13 @@
 """The forward pass of every decoder that folds or has a stock class: layers that differ, windows, gates, experts.
 
-    q = x W_Q, Premix if there is one, rms_norm and rope; y = attention(q, k, v), of a window if there is one
-    M (gate * y) W_O  or  (gate * (M y)) W_O,   gate = sigmoid(x W_G), M = I + B A^T; what is absent is left out
+    q = x W_Q + b_Q, Premix if there is one, rms_norm and rope; y = attention(q, k, v), of a window if there is one
+    M (gate * y) W_O + b_O  or  (gate * (M y)) W_O + b_O,   gate = sigmoid(x W_G), M = I + B A^T; k, v have biases too
+    what is absent is left out
     experts: p = softmax(x W_router), the k largest, divided by their sum or not; sum_e p_e swiglu_e(x)
 
-Which maps, gates and experts a layer has is read from its weights; `LayerSpec` says what weights do not. Weights have
-canonical names and are `[in, out]`; experts are `[E, in, out]`. Letters as in `attention.py`; Q physical head width.
+Which maps, norms, biases, gates and experts a layer has is read from its weights; `LayerSpec` says what weights do not.
+Weights have canonical names and are `[in, out]`; experts are `[E, in, out]`. Letters as in `attention.py`; Q physical
+head width.
 """
 
 from __future__ import annotations
@@ -48,17 +50,19 @@ def attention(x_BSD: np.ndarray, weights: Arrays, layer: LayerSpec, spec: Forwar
     """The output `[B, S, D]` of one layer; its weights have short names."""
     B, S, _ = x_BSD.shape
     N, K, H = layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim
-    q_BSX = x_BSD @ weights["q_proj.weight"]
+    bias = {part: weights.get(f"{part}_proj.bias", 0.0) for part in "qkvo"}
+    q_BSX = x_BSD @ weights["q_proj.weight"] + bias["q"]
     if "premix" in weights:
         q_BSPQ = q_BSX.reshape(B, S, N // K, -1)
         groups = [q_BSPQ @ weights["premix"][group] for group in range(K)]  # P virtual heads each
         q_BSNH = np.concatenate(groups, axis=2)
     else:
         q_BSNH = q_BSX.reshape(B, S, N, H)
-    k_BSKH, v_BSKH = ((x_BSD @ weights[f"{part}_proj.weight"]).reshape(B, S, K, H) for part in ("k", "v"))
+    k_BSKH, v_BSKH = ((x_BSD @ weights[f"{part}_proj.weight"] + bias[part]).reshape(B, S, K, H) for part in "kv")
     angles = ops.rope_angles(S, H, spec.rope_theta)
-    q_BSNH, _ = ops.rms_norm(q_BSNH, weights["q_norm.weight"], spec.rms_norm_eps)
-    k_BSKH, _ = ops.rms_norm(k_BSKH, weights["k_norm.weight"], spec.rms_norm_eps)
+    if "q_norm.weight" in weights:
+        q_BSNH, _ = ops.rms_norm(q_BSNH, weights["q_norm.weight"], spec.rms_norm_eps)
+        k_BSKH, _ = ops.rms_norm(k_BSKH, weights["k_norm.weight"], spec.rms_norm_eps)
     y_BSNH, _ = ops.causal_attention(ops.rope(q_BSNH, angles), ops.rope(k_BSKH, angles), v_BSKH, layer.window)
 
     gate_BSNH = np.ones_like(y_BSNH)
@@ -71,7 +75,7 @@ def attention(x_BSD: np.ndarray, weights: Arrays, layer: LayerSpec, spec: Forwar
         y_BSNH = gate_BSNH * np.einsum("mn,bsnh->bsmh", mix_NN, y_BSNH)
     else:
         y_BSNH = np.einsum("mn,bsnh->bsmh", mix_NN, gate_BSNH * y_BSNH)
-    return y_BSNH.reshape(B, S, N * H) @ weights["o_proj.weight"]
+    return y_BSNH.reshape(B, S, N * H) @ weights["o_proj.weight"] + bias["o"]
 
 
 def mixture(x_BSD: np.ndarray, weights: Arrays, spec: ForwardSpec) -> np.ndarray:

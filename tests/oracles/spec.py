@@ -17,6 +17,8 @@ from tests.oracles.moe import MoESpec
 # ||W - I||_F = 5.85 at H = 128. Entries of std c / sqrt(H) give c * sqrt(H), so c = 5.85 / sqrt(128).
 PREMIX_DEPARTURE = 5.85 / np.sqrt(128.0)
 
+BIAS_STD = 0.5  # what projections of normed inputs give has entries of about 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class OracleSpec:
@@ -26,7 +28,8 @@ class OracleSpec:
     "vha", `premix` says whether P = N / K physical heads are expanded to N, and `postmix_rank` 0 means no
     Postmix; `premix_silu` and `postmix_silu` apply SiLU to the expanded heads and between Postmix's two factors.
     `physical_head_dim` None is `head_dim`. `gate` says where sigmoid(x W_gate) multiplies the heads; without
-    Postmix the two places are one. `window` is how many keys a query sees, its own included.
+    Postmix the two places are one. `window` is how many keys a query sees, its own included. `qk_norm` False leaves out
+    the norms of queries and keys; `attention_bias` adds a bias to q, k, v (of the heads that W_Q makes) and the output.
 
     In a decoder, `sliding` is the attention of all layers but the last of each `full_every`.
     """
@@ -43,6 +46,8 @@ class OracleSpec:
     postmix_silu: bool = False
     gate: Literal["none", "before_postmix", "after_postmix"] = "none"
     window: int | None = None
+    qk_norm: bool = True
+    attention_bias: bool = False
     sliding: OracleSpec | None = None
     full_every: int = 1
     num_hidden_layers: int = 1
@@ -90,9 +95,12 @@ def random_attention_weights(
         "k_proj.weight": normal((D, K * H)) / np.sqrt(D),
         "v_proj.weight": normal((D, K * H)) / np.sqrt(D),
         "o_proj.weight": normal((N * H, D)) / np.sqrt(N * H),
-        "q_norm.weight": _random_gain(generator, H),
-        "k_norm.weight": _random_gain(generator, H),
     }
+    if spec.qk_norm:
+        weights |= {"q_norm.weight": _random_gain(generator, H), "k_norm.weight": _random_gain(generator, H)}
+    if spec.attention_bias:
+        for part in "qkvo":
+            weights[f"{part}_proj.bias"] = BIAS_STD * normal(weights[f"{part}_proj.weight"].shape[1])
     if spec.premix:
         weights["premix"] = np.eye(Q, H) + PREMIX_DEPARTURE / np.sqrt(H) * normal((K, Q, H))
     if R:

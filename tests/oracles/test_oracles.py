@@ -33,6 +33,10 @@ SPECS |= {
     "vha, gate after": replace(VHA, gate="after_postmix", postmix_silu=True, window=3),
     "vha, narrow physical heads": replace(VHA, physical_head_dim=4),
     "vha, wide physical heads": replace(VHA, physical_head_dim=9, premix_silu=True),
+    "gqa, no norms": replace(SPECS["gqa"], qk_norm=False),
+    "gqa, biases": replace(SPECS["gqa"], attention_bias=True, gate="before_postmix"),
+    "vha, biases and no norms": replace(VHA, attention_bias=True, qk_norm=False),
+    "vha, wide physical heads, biases": replace(VHA, physical_head_dim=9, attention_bias=True, gate="after_postmix"),
 }
 HYBRID = replace(VHA, sliding=replace(SPECS["mqa"], window=2), full_every=2)
 
@@ -87,7 +91,7 @@ def test_attention_gradients_equal_finite_differences(kind: str) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("kind", ["gqa", "vha", "hybrid"])
+@pytest.mark.parametrize("kind", ["gqa", "vha", "hybrid", "vha, biases and no norms"])
 def test_decoder_gradients_equal_finite_differences(kind: str, tied: bool) -> None:
     spec, generator = decoder_spec(kind, tied), np.random.default_rng(3)
     weights = random_weights(spec, seed=3)

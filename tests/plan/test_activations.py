@@ -36,6 +36,10 @@ KINDS = {
     "vha_narrow_premix": VHA | WIDE | NARROW,
     "grouped": GROUPED | WIDE,
     "grouped_gate": GROUPED | WIDE | {"output_gate": True},
+    "grouped_without_norm": GROUPED | WIDE | {"qk_norm": False},
+    "grouped_bias": GROUPED | WIDE | {"attention_bias": True},
+    "vha_bias_without_norm": VHA | WIDE | {"attention_bias": True, "qk_norm": False},
+    "vha_bias_in_weight_space": VHA | WIDE | {"attention_bias": True, "postmix_space": "weight"},
     "mla": LATENT,
     "mla_latent_queries": LATENT | {"q_lora_rank": 24},
     "mfa": MFA | WIDE | {"q_lora_rank": 40},
@@ -43,6 +47,7 @@ KINDS = {
 }
 # Rows of a token that go through a norm inside attention, before the core and in it.
 NORMED_ROWS = {"mla": (0, 1), "mla_latent_queries": (1, 1), "mfa": (1, 0), "gva": (0, 0)}
+NORMED_ROWS |= dict.fromkeys(("grouped_without_norm", "vha_bias_without_norm"), (0, 0))
 
 
 def recipe_with(

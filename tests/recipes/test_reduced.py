@@ -132,11 +132,13 @@ def test_an_odd_tensor_degree_goes_and_pipeline_stages_stay_equal() -> None:
 def test_narrow_physical_heads_stay_as_narrow_and_a_shared_expert_becomes_small() -> None:
     values = load_recipe(path_of("30b_a3b_vha_fp8")).model_dump()
     values["model"]["attention"] |= {"physical_head_dim": 64, "premix_init": "orthogonal"}
+    values["model"]["attention"] |= {"qk_norm": False, "attention_bias": True}
     values["model"]["experts"]["shared_expert_intermediate_size"] = 768
     values["optim"]["decay_target"] = "zero"
     after = reduced(recipe_from_dict(values, "test"), on_cpu=True).recipe.model
     assert isinstance(after.attention, VirtualHeadAttention) and after.experts is not None
     assert (after.attention.physical_head_dim, after.attention.head_dim) == (8, 16)  # half, as 64 of 128
+    assert (after.attention.qk_norm, after.attention.attention_bias) == (False, True)
     assert after.experts.shared_expert_intermediate_size == after.experts.moe_intermediate_size == 32
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.checkpoints import small_tokenizer
 from vha_paddle.config import Recipe, recipe_from_dict
 from vha_paddle.data.indexed import write_indexed
-from vha_paddle.data.tokenizer import Tokenizer
+from vha_paddle.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.train.trainer import RunData, Trainer
 
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """tokenizer.model and the dataset `text`."""
     directory = tmp_path_factory.mktemp("warm")
     (directory / "tokenizer.model").write_bytes(small_tokenizer())
-    tokenizer = Tokenizer.load(directory / "tokenizer.model")
+    tokenizer = SentencePieceTokenizer.load(directory / "tokenizer.model")
     tokens = text(np.random.default_rng(3), 60_000)
     write_indexed(
         directory / "text",

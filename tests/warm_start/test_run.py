@@ -22,16 +22,17 @@ from tests.checkpoints import (
     trained_weights,
     write_checkpoint,
 )
-from tests.tolerances import FLOAT32, assert_close
+from tests.tolerances import FLOAT32, FLOAT64, assert_close
 from tests.warm_start.conftest import GROUPED, VHA, MakeRecipe
 from vha_paddle.checkpoint.layout import open_checkpoint
 from vha_paddle.config import Recipe, load_recipe, recipe_to_yaml
 from vha_paddle.config.reduced import reduced
 from vha_paddle.errors import UserError
-from vha_paddle.evaluate import load_model, model_logits, sequence_means
+from vha_paddle.evaluate import decoder_with, load_model, model_logits, sequence_means
 from vha_paddle.fold import fold_premix, fold_state
 from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.train.trainer import RunData, Trainer
+from vha_paddle.warm_start.activations import input_moments
 from vha_paddle.warm_start.convert import layers_to_convert
 from vha_paddle.warm_start.run import FEWEST_COMPARED, Text, describe, difference, open_text, warm_start
 
@@ -48,32 +49,48 @@ def repeated(weights: dict[str, np.ndarray], times: int) -> dict[str, np.ndarray
     """Every key/value head `times` times, beside itself."""
     result = dict(weights)
     for name, array in weights.items():
-        if name.endswith(("k_proj.weight", "v_proj.weight")):
-            heads = array.reshape(len(array), -1, SMALL_VHA["head_dim"])
-            result[name] = np.repeat(heads, times, axis=1).reshape(len(array), -1)
+        if ".k_proj." in name or ".v_proj." in name:
+            heads = array.reshape(*array.shape[:-1], -1, SMALL_VHA["head_dim"])
+            result[name] = np.repeat(heads, times, axis=-2).reshape(*array.shape[:-1], -1)
     return result
 
 
-@pytest.mark.parametrize("times", [1, 3])
-def test_a_model_that_is_virtual_heads_already_loses_nothing(times: int, tmp_path: Path) -> None:
+BIAS = {"attention_bias": True}
+
+
+@pytest.mark.parametrize(("times", "keys"), [(1, {}), (3, {}), (3, BIAS | {"qk_norm": False})])
+def test_a_model_that_is_virtual_heads_already_loses_nothing(times: int, keys: dict[str, Any], tmp_path: Path) -> None:
     """Folded VHA with each key/value head `times` times: the pooled heads and the factors are exact."""
-    recipe = small_recipe(SMALL_VHA)
-    grouped = small_recipe(SMALL_GROUPED | {"num_key_value_heads": 2 * times})
+    recipe = small_recipe(SMALL_VHA | keys)
+    grouped = small_recipe(SMALL_GROUPED | {"num_key_value_heads": 2 * times} | keys)
     source = write_checkpoint(tmp_path / "source", grouped, repeated(folded(recipe), times), small_tokenizer())
     warm_start(source, recipe, tmp_path / "out", data=None, num_tokens=0)
     expected, found = model_logits(source)(TOKENS_BS), model_logits(tmp_path / "out")(TOKENS_BS)
     assert_close(found, expected, FLOAT32, "logits")
 
 
-def test_a_fit_to_activations_loses_nothing_either(make: MakeRecipe, folder: Path, tmp_path: Path) -> None:
-    recipe = make(VHA)
-    grouped = make(GROUPED | {"num_key_value_heads": 2})
+@pytest.mark.parametrize("keys", [{}, BIAS], ids=["no bias", "bias"])
+def test_a_fit_to_activations_loses_nothing_either(
+    keys: dict[str, Any], make: MakeRecipe, folder: Path, tmp_path: Path
+) -> None:
+    recipe = make(VHA | keys)
+    grouped = make(GROUPED | {"num_key_value_heads": 2} | keys)
     source = write_checkpoint(tmp_path / "source", grouped, folded(recipe), small_tokenizer())
     report = warm_start(source, recipe, tmp_path / "out", folder / "text", num_tokens=2048)
     tokens = TOKENS_BS % recipe.model.vocab_size
     expected, found = model_logits(source)(tokens), model_logits(tmp_path / "out")(tokens)
     assert_close(found, expected, FLOAT32, "logits")
     assert report["losses"]["fitted_warm_start"] == pytest.approx(report["losses"]["source"], rel=FLOAT32)
+
+
+def test_inputs_of_projections_with_a_bias_have_a_channel_that_is_always_one() -> None:
+    recipe, inputs = small_recipe(SMALL_GROUPED | BIAS), []
+    model = decoder_with(recipe.model, trained_weights(recipe).items())
+    model.layers[1].self_attn.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0].numpy()))
+    moments = input_moments(model, [1], [TOKENS_BS, TOKENS_BS[:, ::-1].copy()])
+    x_TD = np.concatenate([x_BSD.reshape(-1, 20) for x_BSD in inputs]).astype(np.float64)
+    ones_TE = np.concatenate([x_TD, np.ones((2 * TOKENS_BS.size, 1))], axis=1)
+    assert_close(moments[1], ones_TE.T @ ones_TE, FLOAT64, "moments")
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +225,8 @@ def test_experts_and_what_their_routers_remember_are_kept(make: MakeRecipe, fold
         (VHA | {"num_attention_heads": 16}, {}, "num_attention_heads=16: the source has 8"),
         (VHA | {"head_dim": 16}, {}, "head_dim=16: the source has 8"),
         (VHA | {"output_gate": "before_postmix"}, {}, "output_gate=before_postmix: the source has no gate: use none"),
+        (VHA | {"qk_norm": False}, {}, "qk_norm=false: the source has true, and it is kept; use that"),
+        (VHA | BIAS, {}, "attention_bias=true: the source has false, and it is kept; use that"),
         (VHA | {"premix": "silu"}, {}, "a map that does not fold"),
         (GROUPED | {"num_key_value_heads": 2}, {}, "kind=grouped: a warm start makes virtual heads; use vha"),
         (GROUPED, {}, "the source has the same; name the source as run.start_from"),

@@ -10,13 +10,15 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import paddle
+from paddle import nn
 
 from vha_paddle.config import Attention as AttentionConfig
+from vha_paddle.config import GroupedAttention, VirtualHeadAttention
 from vha_paddle.config.check_model import check_attention
 from vha_paddle.ops.attention import causal_attention
 from vha_paddle.ops.rope import apply_rope, rope_tables
 from vha_paddle.parallel.mesh import Mesh
-from vha_paddle.parallel.scope import RMSNorm
+from vha_paddle.parallel.scope import RMSNorm, Scope
 
 
 class Attention(Protocol):
@@ -69,7 +71,12 @@ class RotaryTables:
         return cos[:share], sin[:share]
 
 
-def norm_and_rotate(x_BSXH: paddle.Tensor, norm: RMSNorm, rope: RotaryTables) -> paddle.Tensor:
+def qk_norm(scope: Scope, config: GroupedAttention | VirtualHeadAttention, eps: float) -> nn.Layer:
+    """The norm of each query or key head, or with `qk_norm=false` the identity."""
+    return RMSNorm(scope, config.head_dim, eps, inside_tensor_region=True) if config.qk_norm else nn.Identity()
+
+
+def norm_and_rotate(x_BSXH: paddle.Tensor, norm: nn.Layer, rope: RotaryTables) -> paddle.Tensor:
     """QK-norm of each head, then RoPE: what Qwen3 does to queries and keys before the attention core."""
     cos_SH, sin_SH = rope.at(x_BSXH.shape[1], x_BSXH.shape[3])
     return apply_rope(norm(x_BSXH), cos_SH, sin_SH)

@@ -13,7 +13,8 @@ what is left is grouped-query attention with N heads on K. QK-norm must come aft
 
 Variants: without Premix W_Q makes all N heads, without Postmix y' = y; SiLU of the premixed query, or of Postmix's
 z = A^T y; physical heads of another width, which Premix takes to H; a gate sigmoid(x W_gate) on each channel of y or
-of y'. What of them folds is in docs/vha.md.
+of y'; no QK-norm; a bias on q (of each physical head, so before Premix), k, v and out. What of them folds is in
+docs/vha.md.
 
 Tensor parallel over t ranks, t dividing P: a rank owns P/t *physical* heads and all K virtual heads made of each.
 Every group needs every physical head, so a split by KV group would have to hold W_Q whole on each rank.
@@ -23,6 +24,7 @@ Every group needs every physical head, so a split by KV group would have to hold
     postmix A, B  seen as [K, P, R], split on P: the gradients are local because z is summed both ways
     g_proj        columns [D, N*H] seen as [D, K, P, H], split on P
     o_proj        rows [N*H, D] seen as [K, P, H, D], split on P
+    biases        of q, k and v as the columns of their weights; of out whole, added after the ranks' sum
 
 The one communication VHA adds is z: R * H values per token, summed in forward and in backward, before any SiLU. In
 weight space (`postmix_space`) Postmix acts on W_O instead: sum_n y'_n W_O[n] = sum_m y_m (W_O[m] + sum_r A[m,r] C[r])
@@ -35,13 +37,13 @@ import paddle
 from paddle import nn
 from paddle.nn import functional as F
 
-from vha_paddle.attention.base import RotaryTables, attend, check_config, norm_and_rotate
+from vha_paddle.attention.base import RotaryTables, attend, check_config, norm_and_rotate, qk_norm
 from vha_paddle.config import VirtualHeadAttention
-from vha_paddle.ops.linear import linear
+from vha_paddle.ops.linear import linear, with_bias
 from vha_paddle.parallel.init import Constant, IdentityPlusNoise, Initializer, Normal, Orthogonal
 from vha_paddle.parallel.placement import Placement
 from vha_paddle.parallel.recompute import recomputed
-from vha_paddle.parallel.scope import RMSNorm, Scope
+from vha_paddle.parallel.scope import Scope
 
 
 class SelfAttentionVHA(nn.Layer):
@@ -73,23 +75,23 @@ class SelfAttentionVHA(nn.Layer):
         scope = scope or Scope.standalone("self_attn")
         init = Normal(initializer_range)
         D, P, K, H = hidden_size, config.num_physical_heads, config.num_key_value_heads, config.head_dim
-        N, projected_dim = config.num_attention_heads, config.projected_head_dim
+        N, projected_dim, bias = config.num_attention_heads, config.projected_head_dim, config.attention_bias
         self.mesh, self.config, self.window = scope.mesh, config, window
         self.recompute = scope.recompute == "selective"
 
         if config.premix == "none":
-            self.q_proj = scope.child("q_proj").column_linear(D, N * H, init, view=(D, K, P, H), axis=2)
+            self.q_proj = scope.child("q_proj").column_linear(D, N * H, init, view=(D, K, P, H), axis=2, bias=bias)
         else:
-            self.q_proj = scope.child("q_proj").column_linear(D, P * projected_dim, init)
+            self.q_proj = scope.child("q_proj").column_linear(D, P * projected_dim, init, bias=bias)
             whole = Placement.replicated((K, projected_dim, H), partial_gradient=True)
             self.premix = scope.parameter(self, "premix", whole, _premix_init(config), "premix")
-        self.k_proj = scope.child("k_proj").replicated_linear(D, K * H, init)
-        self.v_proj = scope.child("v_proj").replicated_linear(D, K * H, init)
-        self.q_norm = RMSNorm(scope.child("q_norm"), H, rms_norm_eps, inside_tensor_region=True)
-        self.k_norm = RMSNorm(scope.child("k_norm"), H, rms_norm_eps, inside_tensor_region=True)
+        self.k_proj = scope.child("k_proj").replicated_linear(D, K * H, init, bias)
+        self.v_proj = scope.child("v_proj").replicated_linear(D, K * H, init, bias)
+        self.q_norm = qk_norm(scope.child("q_norm"), config, rms_norm_eps)
+        self.k_norm = qk_norm(scope.child("k_norm"), config, rms_norm_eps)
         if config.output_gate != "none":
             self.g_proj = scope.child("g_proj").column_linear(D, N * H, init, view=(D, K, P, H), axis=2)
-        self.o_proj = scope.child("o_proj").row_linear(N * H, D, init, view=(K, P, H, D), axis=1)
+        self.o_proj = scope.child("o_proj").row_linear(N * H, D, init, view=(K, P, H, D), axis=1, bias=bias)
         if config.postmix != "none":
             R = config.postmix_rank
             assert R is not None, "checked above"
@@ -124,7 +126,8 @@ class SelfAttentionVHA(nn.Layer):
         y_BSE = y_BSNH.reshape([batch, sequence, -1])
         if self.config.postmix_space == "activation":
             return self.o_proj(y_BSE)
-        return self.mesh.leave_tensor_region(linear(y_BSE, self._mixed_output_weight(), self.o_proj.products))
+        out_BSD = self.mesh.leave_tensor_region(linear(y_BSE, self._mixed_output_weight(), self.o_proj.products))
+        return with_bias(out_BSD, self.o_proj.bias)
 
     def _premix(self, q_BSPQ: paddle.Tensor) -> paddle.Tensor:
         """Every physical head, Q wide, through every group's matrix, in group-major order."""

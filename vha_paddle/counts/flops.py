@@ -1,6 +1,6 @@
 """FLOPs per token. Matrix products only, two FLOPs for each multiply-add.
 
-Left out: norms, RoPE, softmax, SiLU, gates, the diagonals of DCMHA's composition, the optimizer.
+Left out: norms, biases, RoPE, softmax, SiLU, gates, the diagonals of DCMHA's composition, the optimizer.
 
 Every weight is used once per token and costs two FLOPs, apart from
 
@@ -8,7 +8,7 @@ Every weight is used once per token and costs two FLOPs, apart from
     postmix    each factor [N, R] meets every channel, so H times; counted in activation space (in weight space the
                same map costs 4 R N H D per forward pass and nothing per token)
     experts    those that the token is sent to
-    gains, and the static composition of DCMHA, which acts on scores
+    gains and biases, and the static composition of DCMHA, which acts on scores
 
 Scores take each query over `keys` keys, first with keys and then with values, N heads of widths H_k and H_v:
 

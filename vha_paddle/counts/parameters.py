@@ -22,7 +22,7 @@ class LayerParameters:
     """Parameters of one layer, or of a rank's part of it."""
 
     attention: int
-    """QK-norm included."""
+    """QK-norm and biases included."""
     experts: int
     """Routed experts; 0 where the feed-forward is an MLP."""
     dense_mlp: int

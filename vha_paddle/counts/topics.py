@@ -97,7 +97,7 @@ def fold(recipe: Recipe, rule: FlopRule) -> Values:
 
 
 def query_weights(model: Model) -> int:
-    """Weights per layer that make the queries: projections, and Premix."""
+    """Weights per layer that make the queries: projections and Premix, a bias apart."""
     layer = attention_parameters(model.attention, model.hidden_size)
     makes_queries = ("premix", "q_proj", "q_a_proj", "q_b_proj")
     return sum(size for tensor, size in layer.items() if tensor in makes_queries)

@@ -1,4 +1,4 @@
-"""A linear map without bias: three matrix products, here split over threads by rows of their results.
+"""A linear map: three matrix products, here split over threads by rows of their results. A bias is added apart.
 
     y = x W        dx = dy W^T        dW = x^T dy
 
@@ -100,3 +100,8 @@ def linear(x: Tensor, weight: Tensor, products: Products = PLAIN) -> Tensor:
     if products is PLAIN and on_gpu(x):  # not run on a GPU in this project's tests
         return paddle.nn.functional.linear(x, weight)
     return _Linear.apply(x, weight, products)
+
+
+def with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
+    """y + b, for y [..., out] and b [out], in the dtype of the tensors; y itself where there is no bias."""
+    return y if bias is None else y + bias

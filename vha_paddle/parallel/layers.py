@@ -3,6 +3,7 @@
 fleet's `ColumnParallelLinear` enters the tensor region by itself, once per layer: three projections of one input
 would sum the input's gradient three times over the wire. Here the model enters the region once, so the column
 layer only multiplies. How the region is left (summed, or summed and cut by sequence) is the mesh's to say.
+fleet's layers are made without a bias; the scope that makes them gives them one where it is asked for.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from paddle.distributed.fleet.meta_parallel import (
     VocabParallelEmbedding,
 )
 
-from vha_paddle.ops.linear import Products, linear
+from vha_paddle.ops.linear import Products, linear, with_bias
 from vha_paddle.parallel.mesh import Mesh
 
 
@@ -34,7 +35,7 @@ class ColumnLinear(ColumnParallelLinear):
         self.products = products
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        return linear(x, self.weight, self.products)
+        return with_bias(linear(x, self.weight, self.products), self.bias)
 
 
 class RowLinear(RowParallelLinear):
@@ -52,7 +53,8 @@ class RowLinear(RowParallelLinear):
         self.mesh, self.products = mesh, products
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        return self.mesh.leave_tensor_region(linear(x, self.weight, self.products))
+        y = self.mesh.leave_tensor_region(linear(x, self.weight, self.products))
+        return with_bias(y, self.bias)  # once: inside the region every rank would add it to the sum
 
 
 class VocabEmbedding(VocabParallelEmbedding):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-Decay = Literal["matrix", "gain", "premix", "postmix"]
+Decay = Literal["matrix", "gain", "bias", "premix", "postmix"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,13 @@ class Placement:
         """How the tensor ranks hold one of the matrices of `experts`."""
         assert self.by_expert and self.axis is not None
         return Placement.split(self.shape[1:], self.axis - 1)
+
+    def of_columns(self) -> Placement:
+        """How the tensor ranks hold one value for each column of a weight `[in, out]`: the bias of a projection."""
+        if self.axis is None:
+            return Placement.replicated(self.shape[1:], self.partial_gradient)
+        assert self.axis > 0 and self.view[0] == self.shape[0], "the ranks divide the columns"
+        return Placement.split(self.shape[1:], self.axis - 1, self.view[1:])
 
     def box(self, seat: Seat) -> tuple[tuple[int, int], ...]:
         """[start, stop) of what a rank holds, on each axis of the view."""
@@ -113,7 +120,7 @@ class ParameterInfo:
     """Canonical full name, the same in every layout."""
     placement: Placement
     decay: Decay
-    """Which weight decay applies: matrices decay to zero, gains never, VHA's maps as the recipe says."""
+    """Which weight decay applies: matrices decay to zero, gains and biases never, VHA's maps as the recipe says."""
     is_tied_copy: bool = False
     """The tied embedding as the last pipeline stage holds it: the first stage's is the one that counts."""
 

@@ -15,7 +15,7 @@ import numpy as np
 import paddle
 from paddle import nn
 
-from vha_paddle.ops.linear import Products, linear
+from vha_paddle.ops.linear import Products, linear, with_bias
 from vha_paddle.ops.norm import rms_norm
 from vha_paddle.parallel.init import Constant, Initializer, generator_for
 from vha_paddle.parallel.mesh import Mesh
@@ -39,26 +39,37 @@ class RMSNorm(nn.Layer):
 
 
 class Linear(nn.Layer):
-    """y = x W, W `[in, out]`, whole on every rank."""
+    """y = x W + b, W `[in, out]`, whole on every rank; `bias` says how b is held, None that there is none."""
 
-    def __init__(self, scope: Scope, placement: Placement, initializer: Initializer) -> None:
+    def __init__(
+        self, scope: Scope, placement: Placement, initializer: Initializer, bias: Placement | None = None
+    ) -> None:
         super().__init__()
         self.weight = scope.parameter(self, "weight", placement, initializer, "matrix")
+        self.bias = scope.bias(self, bias)
         self.products = scope.products
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        return linear(x, self.weight, self.products)
+        return with_bias(linear(x, self.weight, self.products), self.bias)
 
 
 class OneHeadLinear(Linear):
     """The projection of all heads, whole on every rank, which computes the one head that is its own."""
 
-    def __init__(self, scope: Scope, placement: Placement, initializer: Initializer, columns: slice) -> None:
-        super().__init__(scope, placement, initializer)
+    def __init__(
+        self,
+        scope: Scope,
+        placement: Placement,
+        initializer: Initializer,
+        columns: slice,
+        bias: Placement | None = None,
+    ) -> None:
+        super().__init__(scope, placement, initializer, bias)
         self.columns = columns
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        return linear(x, self.weight[:, self.columns], self.products)
+        y = linear(x, self.weight[:, self.columns], self.products)
+        return with_bias(y, None if self.bias is None else self.bias[self.columns])
 
 
 @dataclass(frozen=True)
@@ -106,6 +117,10 @@ class Scope:
         self._adopt(parameter, name, placement, initializer, decay)
         return parameter
 
+    def bias(self, owner: nn.Layer, placement: Placement | None) -> paddle.Tensor | None:
+        """The bias of `owner`, zero at the start and without decay; None where no placement is given."""
+        return None if placement is None else self.parameter(owner, "bias", placement, Constant(0.0), "bias")
+
     def column_linear(
         self,
         in_features: int,
@@ -113,13 +128,15 @@ class Scope:
         initializer: Initializer,
         view: tuple[int, ...] | None = None,
         axis: int = 1,
+        bias: bool = False,
     ) -> nn.Layer:
         """Output features split over the tensor ranks. The input must have entered the tensor region.
 
-        `view` and `axis` say which output features a rank holds when they are not a contiguous run.
+        `view` and `axis` say which output features a rank holds when they are not a contiguous run; a bias is split
+        with them.
         """
         placement = Placement.split((in_features, out_features), axis, view)
-        return self._split_linear(placement, initializer, leaves_region=False)
+        return self._split_linear(placement, initializer, placement.of_columns() if bias else None, leaves_region=False)
 
     def row_linear(
         self,
@@ -128,39 +145,50 @@ class Scope:
         initializer: Initializer,
         view: tuple[int, ...] | None = None,
         axis: int = 0,
+        bias: bool = False,
     ) -> nn.Layer:
         """Input features split over the tensor ranks, results summed: leaves the tensor region.
 
-        `view` and `axis` say which input features a rank holds when they are not a contiguous run.
+        `view` and `axis` say which input features a rank holds when they are not a contiguous run. A bias is added to
+        the sum, outside the region, where each rank sees other tokens if the sequence is cut.
         """
         placement = Placement.split((in_features, out_features), axis, view)
-        return self._split_linear(placement, initializer, leaves_region=True)
+        outside = Placement.replicated((out_features,), partial_gradient=self.mesh.sequence) if bias else None
+        return self._split_linear(placement, initializer, outside, leaves_region=True)
 
-    def _split_linear(self, placement: Placement, initializer: Initializer, leaves_region: bool) -> nn.Layer:
+    def _split_linear(
+        self, placement: Placement, initializer: Initializer, bias: Placement | None, leaves_region: bool
+    ) -> nn.Layer:
         if self.mesh.tensor_degree == 1:
-            return Linear(self, placement, initializer)
+            return Linear(self, placement, initializer, bias)
         from vha_paddle.parallel.layers import ColumnLinear, RowLinear
 
         in_features, out_features = placement.shape
         split = RowLinear if leaves_region else ColumnLinear
         layer = split(in_features, out_features, _zeros(), self.mesh, self.products)
         self._adopt(layer.weight, "weight", placement, initializer, "matrix")
+        layer.bias = self.bias(layer, bias)
         return layer
 
-    def replicated_linear(self, in_features: int, out_features: int, initializer: Initializer) -> Linear:
+    def replicated_linear(
+        self, in_features: int, out_features: int, initializer: Initializer, bias: bool = False
+    ) -> Linear:
         """Whole on every rank, inside the tensor region: each rank's gradient is partial and will be summed."""
         placement = Placement.replicated((in_features, out_features), partial_gradient=True)
-        return Linear(self, placement, initializer)
+        return Linear(self, placement, initializer, placement.of_columns() if bias else None)
 
-    def key_value_linear(self, in_features: int, num_heads: int, head_dim: int, initializer: Initializer) -> nn.Layer:
+    def key_value_linear(
+        self, in_features: int, num_heads: int, head_dim: int, initializer: Initializer, bias: bool = False
+    ) -> nn.Layer:
         """Heads that query heads share, split over the tensor ranks where the degree divides them. With fewer heads
         than ranks, every rank holds them whole and computes the one that its query heads read."""
         degree = self.mesh.tensor_degree
         if num_heads % degree == 0:
-            return self.column_linear(in_features, num_heads * head_dim, initializer)
+            return self.column_linear(in_features, num_heads * head_dim, initializer, bias=bias)
         head = self.mesh.tensor_rank * num_heads // degree
         placement = Placement.replicated((in_features, num_heads * head_dim), partial_gradient=True)
-        return OneHeadLinear(self, placement, initializer, slice(head * head_dim, (head + 1) * head_dim))
+        columns = slice(head * head_dim, (head + 1) * head_dim)
+        return OneHeadLinear(self, placement, initializer, columns, placement.of_columns() if bias else None)
 
     def vocab_embedding(
         self, vocab_size: int, hidden_size: int, initializer: Initializer, is_tied_copy: bool = False

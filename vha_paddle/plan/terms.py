@@ -117,12 +117,12 @@ def _flash(sizes: Sizes, *, query: int, key: int, value: int, output: int, num_q
 
 
 def _qwen3(attention: GroupedAttention | VirtualHeadAttention, sizes: Sizes) -> dict[str, int]:
-    """QK-norm, RoPE and attention of grouped heads."""
+    """QK-norm, if there is one, RoPE and attention of grouped heads. To add a bias keeps nothing."""
     heads, size = heads_per_rank(attention, sizes.parallel.tensor), attention.head_dim
-    normed, query, key = heads.query + heads.key_value, heads.query * size, heads.key_value * size
+    turned, query, key = heads.query + heads.key_value, heads.query * size, heads.key_value * size
     return {
-        "heads into QK-norm": sizes.rows(normed, size),
-        "heads inside RoPE": sizes.values(2 * normed * size),
+        **({"heads into QK-norm": sizes.rows(turned, size)} if attention.qk_norm else {}),
+        "heads inside RoPE": sizes.values(2 * turned * size),
         **_flash(sizes, query=query, key=key, value=key, output=query, num_query=heads.query),
     }
 

@@ -21,11 +21,16 @@ Seen = Callable[[int, tuple[Any, ...], paddle.Tensor], None]
 
 
 def input_moments(source: Decoder, layers: Sequence[int], batches: TokenBatches) -> dict[int, np.ndarray]:
-    """Sum of x^T x over the inputs of the attention of some layers, `[D, D]` each."""
+    """Sum of x^T x over the inputs of the attention of some layers, `[D, D]` each.
+
+    Where the projections have a bias, x has a last channel that is always 1.
+    """
     moments: dict[int, np.ndarray] = {}
 
     def seen(layer: int, arguments: tuple[Any, ...], out_BSD: paddle.Tensor) -> None:
         x_TD = _rows(arguments[0])
+        if source.layers[layer].self_attn.q_proj.bias is not None:
+            x_TD = np.append(x_TD, np.ones((len(x_TD), 1)), axis=1)
         moments[layer] = moments.get(layer, 0.0) + x_TD.T @ x_TD
 
     _watch(source, layers, batches, seen)
@@ -48,21 +53,22 @@ def output_moments(
         attention = plain.attention_of(layer)
         assert isinstance(attention, GroupedAttention), "checked in layers_to_convert"
         moments[layer] = OutputMoments.empty(attention.num_attention_heads, attention.head_dim)
-        o_proj = target.layers[layer].self_attn.o_proj
-        o_proj.register_forward_pre_hook(lambda module, arguments: caught.append(_rows(arguments[0])))
+        projection = target.layers[layer].self_attn.o_proj
+        projection.register_forward_pre_hook(lambda module, arguments: caught.append(_rows(arguments[0])))
 
     def seen(layer: int, arguments: tuple[Any, ...], out_BSD: paddle.Tensor) -> None:
         target.layers[layer].self_attn(*arguments)
         y_TX = caught.pop()
         y_TNH = y_TX.reshape(len(y_TX), plain.attention_of(layer).num_attention_heads, -1)
-        moments[layer].add(y_TNH, _rows(out_BSD), weights[o_proj_name(layer)])
+        out_TD = _rows(out_BSD) - weights.get(f"{o_proj(layer)}.bias", 0.0)  # the target adds the same one
+        moments[layer].add(y_TNH, out_TD, weights[f"{o_proj(layer)}.weight"])
 
     _watch(source, layers, batches, seen)
     return moments
 
 
-def o_proj_name(layer: int) -> str:
-    return f"model.layers.{layer}.self_attn.o_proj.weight"
+def o_proj(layer: int) -> str:
+    return f"model.layers.{layer}.self_attn.o_proj"
 
 
 def _watch(model: Decoder, layers: Sequence[int], batches: TokenBatches, seen: Seen) -> None:

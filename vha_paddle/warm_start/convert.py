@@ -77,6 +77,10 @@ def _check_pair(source: Attention, target: Attention) -> None:
             raise UserError(
                 f"model.attention.{key}={mine}: the source has {theirs}, and virtual heads are its; use that"
             )
+    for key in ("qk_norm", "attention_bias"):
+        mine, theirs = (str(section.model_dump()[key]).lower() for section in (plain, source))
+        if mine != theirs:
+            raise UserError(f"model.attention.{key}={mine}: the source has {theirs}, and it is kept; use that")
     if source.num_key_value_heads % target.num_key_value_heads:
         raise UserError(
             f"model.attention.num_key_value_heads={target.num_key_value_heads}: must divide the "
@@ -111,22 +115,24 @@ def convert(
     """Pool key/value heads and factor query heads; Postmix is the identity, as in a fresh model of this seed.
 
     Args:
-        moments: of each layer's inputs, to fit the queries where the data are; None fits the weights.
+        moments: of each layer's inputs (`input_moments`), to fit the queries where the data are; None fits the
+            weights.
 
     Returns:
         The target's weights, and of each converted layer `query_error` and `premix_distance`.
     """
     weights = dict(source)
     figures: Figures = {layer: {} for layer in layers}
+    D = target.hidden_size
     for layer in layers:
         attention, prefix = _vha(target, layer), f"model.layers.{layer}.self_attn."
         K, H = attention.num_key_value_heads, attention.head_dim
-        for name in ("k_proj.weight", "v_proj.weight"):
-            weights[prefix + name] = pool_heads(_exact(source[prefix + name]), H, K)
+        for part in ("k_proj", "v_proj"):
+            weights |= _projection(prefix + part, pool_heads(_rows(source, prefix + part), H, K), D)
         if attention.premix != "none":
-            q_proj = _exact(source[f"{prefix}q_proj.weight"])
-            factors = factor_queries(q_proj, K, H, None if moments is None else moments[layer])
-            weights[f"{prefix}q_proj.weight"], weights[prefix + PREMIX] = factors.q_proj_DX, factors.premix_KHH
+            q_proj = f"{prefix}q_proj"
+            factors = factor_queries(_rows(source, q_proj), K, H, None if moments is None else moments[layer])
+            weights |= _projection(q_proj, factors.q_proj_DX, D) | {prefix + PREMIX: factors.premix_KHH}
             figures[layer]["query_error"] = factors.error
             figures[layer]["premix_distance"] = premix_figures(factors.premix_KHH)["premix_distance"]
         if attention.postmix != "none":
@@ -144,8 +150,9 @@ def folded_layers(weights: Mapping[str, np.ndarray], target: Model, layers: Sequ
             if name.startswith(prefix) and name.removeprefix(prefix) not in (PREMIX, POSTMIX_A, POSTMIX_B):
                 result[name] = _exact(array)
         if prefix + PREMIX in weights:
-            q_proj = f"{prefix}q_proj.weight"
-            result[q_proj] = fold_premix(weights[q_proj], weights[prefix + PREMIX])
+            q_proj = f"{prefix}q_proj"
+            virtual = fold_premix(_rows(weights, q_proj), weights[prefix + PREMIX])
+            result |= _projection(q_proj, virtual, target.hidden_size)
     return result
 
 
@@ -176,6 +183,18 @@ def _fresh_a(attention: VirtualHeadAttention, seed: int, prefix: str) -> np.ndar
     assert attention.postmix_rank is not None, "checked with the recipe"
     shape = (attention.num_attention_heads, attention.postmix_rank)
     return Normal(attention.postmix_init_std).draw(generator_for(seed, prefix + POSTMIX_A), shape)
+
+
+def _rows(weights: Mapping[str, np.ndarray], projection: str) -> np.ndarray:
+    """A projection's weight, and under it its bias where it has one: the weights of an input that is always 1."""
+    weight, bias = weights[f"{projection}.weight"], weights.get(f"{projection}.bias")
+    return _exact(weight if bias is None else np.concatenate([weight, bias[None]]))
+
+
+def _projection(name: str, rows: np.ndarray, hidden_size: int) -> Weights:
+    """The tensors of a projection from what `_rows` made of them."""
+    weight, biases = rows[:hidden_size], rows[hidden_size:]
+    return {f"{name}.weight": weight} | {f"{name}.bias": bias for bias in biases}
 
 
 def _exact(array: np.ndarray) -> np.ndarray:

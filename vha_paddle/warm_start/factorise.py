@@ -12,14 +12,15 @@ with W_Q[i] T[g] near S[g,i]. All physical heads share T, so this is one factori
 row for each (i, d) and a column for each (g, h), `[P*D, K*H]`; then S ~ W T with H columns in the middle. On inputs x
 with second moment C = E[x^T x] the mean squared error of the queries is |C^(1/2) (S - W T)|^2, which Eckart and Young
 minimise: T is the H leading eigenvectors, as rows, of the `[K*H, K*H]` matrix sum_i S_i^T C S_i, and W = S T^T. Without
-data C is the identity.
+data C is the identity. A bias is a row of W_Q for an input that is always 1, and takes part in all of this.
 
 What is left open. W T = (W Z^-1) (Z T) for every invertible Z. Decay pulls each T[g] to the identity, so T should be
 near it; but Z must not make some directions of W_Q tiny and Premix large there, as the inverse of the mean of T would.
 So Z is a number times an orthogonal matrix, and of those the one that brings the T[g] closest to the identity
 (orthogonal Procrustes, by the singular vectors of sum_g T[g]). Where all groups agree, T[g] = I exactly.
 
-Postmix. M = I + E, E = B A^T of rank R, shall take the heads' outputs y to what the source's attention gave, out:
+Postmix. M = I + E, E = B A^T of rank R, shall take the heads' outputs y to what the source's attention gave before
+W_O's bias, out:
 
     minimise |out - sum_n (y_n + sum_m E[n, m] y_m) W_O[n]|^2  over the tokens, W_O kept
 
@@ -51,7 +52,7 @@ class QueryFactors:
     """W_Q and Premix whose products are near the source's query heads."""
 
     q_proj_DX: np.ndarray
-    """`[D, P*H]`."""
+    """`[D, P*H]`; with a bias `[D + 1, P*H]`."""
     premix_KHH: np.ndarray
     error: float
     """Share of the queries' mean square that is lost; of the weights' without data."""
@@ -61,7 +62,7 @@ def factor_queries(q_proj_DX: np.ndarray, num_groups: int, head_dim: int, moment
     """The best physical heads and Premix for the source's W_Q.
 
     Args:
-        q_proj_DX: `[D, N*H]`, heads in the source's order.
+        q_proj_DX: `[D, N*H]`, heads in the source's order; with a bias `[D + 1, N*H]`.
         num_groups: K.
         moment_DD: mean of x^T x over the inputs of the layer; None weighs all directions alike.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,32 +9,18 @@ from typing import Any
 
 import numpy as np
 
-import vha_paddle
-from vha_paddle.checkpoint.layout import (
-    RECIPE_FILE,
-    STATE_FILE,
-    TENSOR_METADATA,
-    TOKENIZER_FILE,
-    Checkpoint,
-    Content,
-    RunState,
-    open_checkpoint,
-    record_of,
-    tensor_file,
-    write_manifest,
-    write_state,
-)
-from vha_paddle.config import Model, Recipe, recipe_to_yaml
+from vha_paddle.checkpoint.fresh import write_fresh_checkpoint
+from vha_paddle.checkpoint.layout import Checkpoint, open_checkpoint
+from vha_paddle.config import Model, Recipe
 from vha_paddle.counts import folded
 from vha_paddle.data.indexed import IndexedTokens
 from vha_paddle.data.loader import ValidationWindows
-from vha_paddle.data.tokenizer import Tokenizer
+from vha_paddle.data.tokenizer import load_tokenizer
 from vha_paddle.errors import RunError, UserError
 from vha_paddle.evaluate import decoder_with, sequence_means
-from vha_paddle.files import atomic_directory, atomic_write
+from vha_paddle.files import atomic_directory
 from vha_paddle.model.decoder import Decoder, build_decoder
 from vha_paddle.parallel.mesh import Mesh
-from vha_paddle.tensor_file import write_tensors
 from vha_paddle.warm_start.activations import input_moments, output_moments
 from vha_paddle.warm_start.convert import (
     Figures,
@@ -92,7 +77,7 @@ def open_text(prefix: Path, recipe: Recipe, tokenizer: Path, num_tokens: int) ->
         UserError: there is no such dataset, it was made with another tokenizer, or it is too short.
     """
     length = recipe.data.sequence_length
-    digest = Tokenizer.load(tokenizer).digest
+    digest = load_tokenizer(tokenizer).digest
     indexed = IndexedTokens(prefix, vocab_size=recipe.model.vocab_size, tokenizer_sha256=digest)
     windows = ValidationWindows(indexed, length)
     num_fitted = num_tokens // length
@@ -195,26 +180,10 @@ def difference(losses: np.ndarray[Any, Any], others: np.ndarray[Any, Any]) -> di
 
 
 def _write(out: Path, source: Checkpoint, recipe: Recipe, weights: Weights, router: Weights) -> None:
-    """A checkpoint of step 0 without optimizer state: for `run.start_from`, evaluation and export."""
-    nothing_trained = RunState(
-        step=0, tokens=0, samples=0, seed=recipe.run.seed, data_fingerprint="none", version=vha_paddle.__version__
-    )
+    specs = {name: (array.dtype, array.shape) for name, array in weights.items()}
     try:
         with atomic_directory(out) as directory:
-            contents: dict[Content, Weights] = {"model": weights, "optimizer": {}}
-            if router:
-                contents["router"] = router
-            files = {}
-            for content, tensors in contents.items():
-                name = tensor_file(content, 0, 1)
-                specs = {key: (array.dtype, array.shape) for key, array in tensors.items()}
-                files[name] = write_tensors(directory / name, specs, tensors.values(), TENSOR_METADATA)
-            with atomic_write(directory / RECIPE_FILE) as file:
-                file.write(recipe_to_yaml(recipe).encode())
-            shutil.copyfile(source.tokenizer_path, directory / TOKENIZER_FILE)
-            write_state(directory, nothing_trained)
-            others = {name: record_of(directory / name) for name in (RECIPE_FILE, TOKENIZER_FILE, STATE_FILE)}
-            write_manifest(directory, files | others)
+            write_fresh_checkpoint(directory, recipe, source.tokenizer_path, specs, weights.values(), router)
     except OSError as error:
         raise RunError(f"{out}: cannot be written ({error.strerror or error})") from None
 
