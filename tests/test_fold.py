@@ -66,6 +66,8 @@ LAYERS = {
     "gate and postmix only": model_of(vha(**GATED, **POSTMIX_ONLY)),
     "gate and premix only": model_of(vha(**GATED, **PREMIX_ONLY)),
     "gate and wide physical heads": model_of(vha(**GATED, **WIDE)),
+    "biases": model_of(vha(attention_bias=True)),
+    "biases and wide physical heads": model_of(vha(attention_bias=True, **WIDE)),
     "paper 1.7B": PAPER_1P7B,
 }
 SLIDING = {"window": 3, "full_every": 2}
@@ -75,6 +77,11 @@ DECODERS = {
     "premix only": model_of(vha(**PREMIX_ONLY)),
     "postmix only": model_of(vha(**POSTMIX_ONLY)),
     "wide physical heads and gate": model_of(vha(**GATED, **WIDE)),
+    "biases, full layers vha": model_of(
+        vha(attention_bias=True),
+        num_hidden_layers=4,
+        sliding_window=SLIDING | {"attention": GROUPED | {"attention_bias": True}},
+    ),
     "hybrid": model_of(vha(), num_hidden_layers=4, sliding_window=SLIDING),
     "hybrid, full layers vha": model_of(vha(), num_hidden_layers=4, sliding_window=SLIDING | {"attention": GROUPED}),
     "hybrid, sliding layers vha": model_of(GROUPED, num_hidden_layers=3, sliding_window=SLIDING | {"attention": vha()}),
@@ -153,7 +160,7 @@ def test_a_folded_decoder_has_the_tensors_of_the_served_model(case: str) -> None
 def test_what_the_fold_does_not_change_is_copied(case: str) -> None:
     model = DECODERS[case]
     weights = trained_weights(model, seed=1)
-    folds = ("self_attn.q_proj.weight", "self_attn.o_proj.weight")
+    folds = ("self_attn.q_proj.weight", "self_attn.q_proj.bias", "self_attn.o_proj.weight")
     for name, array in fold_state(weights, model, np.float64, "state"):
         if not name.endswith(folds):
             assert array is weights[name], name
@@ -319,16 +326,13 @@ class LazyState(Mapping[str, np.ndarray]):
         return len(self.arrays)
 
 
-def test_a_state_is_read_once_and_one_layer_at_a_time() -> None:
+def test_a_state_is_read_once_and_one_tensor_at_a_time() -> None:
     state = LazyState(trained_weights(TINY, seed=1))
     tensors = fold_state(state, TINY, np.float64, "state")
     assert state.read == []
     for name, _ in tensors:
-        if name == "model.layers.0.self_attn.q_proj.weight":
-            assert len(state.read) == 2 + len(shapes_of(TINY))
-        if name == "model.layers.0.mlp.down_proj.weight":
-            assert not any(read.startswith("model.layers.1.") for read in state.read)
-    assert sorted(state.read) == sorted(state.arrays)
+        assert state.read[-1] == name, "read before its turn"
+    assert state.read == list(expected_tensors(TINY))
 
 
 # Refusals

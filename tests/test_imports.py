@@ -18,7 +18,7 @@ TOOLS = sorted((ROOT / "tools").glob("*.py"))
 # A module may import from its own line and from the lines above it.
 ORDER = (
     ("errors", "files"),
-    ("tensor_file", "config"),
+    ("tensor_file", "config", "rounding"),
     ("tensors",),
     ("counts", "names"),
     ("plan",),
@@ -31,13 +31,26 @@ ORDER = (
     ("model",),
     ("data", "checkpoint"),
     ("sources",),
-    ("export", "map_report"),
-    ("evaluate", "sampling", "generate"),
+    ("export", "map_report", "run_report"),
+    ("proof",),
+    ("evaluate", "sampling", "generate", "import_hf"),
     ("warm_start",),
     ("train",),
 )
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
-WITHOUT_PADDLE = {"errors", "files", "config", "tensors", "counts", "names", "plan", "fold", "maps", "tensor_file"}
+WITHOUT_PADDLE = {
+    "errors",
+    "files",
+    "config",
+    "tensors",
+    "counts",
+    "names",
+    "plan",
+    "fold",
+    "maps",
+    "tensor_file",
+    "rounding",
+}
 
 
 def unit(path: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +132,34 @@ def test_a_length_beyond_the_file_is_refused(tmp_path: Path, content: bytes) -> 
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(UserError, match="truncated or not a safetensors file"):
         read_tensors(tmp_path / "file")
+
+
+def test_a_tensor_is_read_without_mapping_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "file", ARRAYS)
+    file = read_tensors(tmp_path / "file")
+    with monkeypatch.context() as patch:
+        patch.setattr("vha_paddle.tensor_file.np.memmap", None)
+        for name, array in ARRAYS.items():
+            read = file.read(name)
+            assert read.dtype == array.dtype and read.tobytes() == array.tobytes()
+
+
+def test_a_file_that_has_become_shorter_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "file", ARRAYS)
+    file = read_tensors(tmp_path / "file")
+    with open(tmp_path / "file", "rb+") as raw:
+        raw.truncate(file.entries["double"].offset + 3)
+    assert file.read("matrix").tobytes() == ARRAYS["matrix"].tobytes()
+    with pytest.raises(UserError, match="has become shorter while it was read"):
+        file.read("double")
+
+
+def test_room_is_taken_before_the_first_array_is_asked_for(tmp_path: Path) -> None:
+    sizes = []
+
+    def arrays() -> Iterator[np.ndarray]:
+        sizes.append((tmp_path / "file").stat().st_size)
+        yield np.zeros(1000, np.float32)
+
+    record = write_tensors(tmp_path / "file", {"x": (DTYPES["F32"], (1000,))}, arrays(), {}, reserve=True)
+    assert sizes == [record.bytes] == [(tmp_path / "file").stat().st_size]

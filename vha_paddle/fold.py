@@ -27,9 +27,11 @@ from vha_paddle.config import Attention, Model, VirtualHeadAttention
 from vha_paddle.counts import folded, what_stays
 from vha_paddle.errors import UserError
 from vha_paddle.names import POSTMIX_A, POSTMIX_B, PREMIX, VHA_MAPS, account, check_shape, expected_tensors
+from vha_paddle.rounding import all_finite, rounded
 from vha_paddle.tensors import attention_tensors
 
 _SELF_ATTENTION = ".self_attn."
+_BLOCK_VALUES = 1 << 21  # of float64 that a fold works on at a time, 16 MiB
 
 
 def fold_premix(q_proj_DX: npt.ArrayLike, premix_KQH: npt.ArrayLike) -> np.ndarray:
@@ -116,7 +118,8 @@ def fold_attention(
     expected = _shapes(attention, hidden_size)
     account(tensors, expected, source)
     checked = {name: _checked(name, tensors[name], expected[name], source) for name in expected}
-    return {name: _cast(name, array, dtype, source) for name, array in _folded_attention(checked).items()}
+    maps = {name: checked.pop(name) for name in VHA_MAPS if name in checked}
+    return {name: _served(name, name, array, maps, dtype, source) for name, array in checked.items()}
 
 
 def fold_state(
@@ -125,7 +128,7 @@ def fold_state(
     """Fold a whole decoder, one tensor at a time; layers without maps are copied.
 
     The names are checked before this function returns. `state` may read an array when it is asked for it:
-    each is asked for once, in the order of the result, and at most one layer's attention is held.
+    each is asked for once, in the order of `expected_tensors(model)`, and one is held beside the layer's maps.
 
     Args:
         state: canonical name to floating-point array `[in, out]`.
@@ -143,7 +146,7 @@ def fold_state(
     _refuse_nothing_to_fold(state, model.attentions, source)
     check_foldable(model, source)
     account(state, expected_tensors(model), source)
-    return _converted(state, model, dtype, source)
+    return _converted(state, model, folded(model), dtype, source)
 
 
 def copy_state(
@@ -154,11 +157,27 @@ def copy_state(
     Raises:
         UserError: as `fold_state`; the model has maps.
     """
-    dtype = _floating_dtype(dtype, f"{source}: the requested dtype")
     if model.has_maps:
         raise UserError(f"{source}: holds Premix or Postmix; fold it")
+    return convert_state(state, model, model, dtype, source)
+
+
+def convert_state(
+    state: Mapping[str, np.ndarray], model: Model, served: Model, dtype: npt.DTypeLike | None, source: str
+) -> Iterator[tuple[str, np.ndarray]]:
+    """A whole decoder as another model that differs in nothing but maps: those that `served` does not have are folded,
+    all other tensors are copied. Otherwise as `fold_state`, which calls it with `counts.folded(model)`.
+
+    Args:
+        served: the model itself, or one that the fold of some of its maps makes of it.
+        dtype: as in `fold_state`; None to round nothing: what is folded is float64, all else as it is.
+
+    Raises:
+        UserError: as `fold_state`.
+    """
+    wanted = _floating_dtype(dtype, f"{source}: the requested dtype") if dtype is not None else None
     account(state, expected_tensors(model), source)
-    return _converted(state, model, dtype, source)
+    return _converted(state, model, served, wanted, source)
 
 
 def check_foldable(model: Model, source: str) -> None:
@@ -172,37 +191,54 @@ def check_foldable(model: Model, source: str) -> None:
 
 
 def _converted(
-    state: Mapping[str, np.ndarray], model: Model, dtype: np.dtype, source: str
+    state: Mapping[str, np.ndarray], model: Model, served: Model, dtype: np.dtype | None, source: str
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The generator behind the two functions above, apart so that names are checked at the call, not at an item."""
-    expected = expected_tensors(model)
-    attention: dict[str, np.ndarray] = {}
-    for name in expected_tensors(folded(model)):
-        prefix, separator, short_name = name.partition(_SELF_ATTENTION)
-        if separator and not attention:
-            before = prefix + separator
-            full_names = [full for full in expected if full.startswith(before)]
-            attention = _folded_attention(
-                {full.removeprefix(before): _checked(full, state[full], expected[full], source) for full in full_names}
-            )
-        if separator:
-            array = attention.pop(short_name)  # popped, so that the last one leaves room for the next layer
+    """The generator behind the functions above, apart so that names are checked at the call, not at an item."""
+    stays, maps, of_layer = expected_tensors(served), dict[str, np.ndarray](), ""
+    for name, shape in expected_tensors(model).items():
+        layer, _, short_name = name.partition(_SELF_ATTENTION)
+        if layer != of_layer:
+            maps, of_layer = {}, layer
+        array = _checked(name, state[name], shape, source)
+        if name in stays:
+            array = _served(name, short_name, array, maps, dtype, source)
+            yield name, array
         else:
-            array = _checked(name, state[name], expected[name], source)
-        yield name, _cast(name, array, dtype, source)
+            maps[short_name] = array  # a layer's maps come before what they are folded into
+        del array  # not to be held while the next one is read
 
 
-def _folded_attention(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Fold whichever of the two maps is there; the folded projections are float64, the others as given."""
-    result = {name: array for name, array in tensors.items() if name not in VHA_MAPS}
-    if PREMIX in tensors:
-        result["q_proj.weight"] = fold_premix(tensors["q_proj.weight"], tensors[PREMIX])
-        if "q_proj.bias" in tensors:
-            result["q_proj.bias"] = fold_premix(tensors["q_proj.bias"][None], tensors[PREMIX])[0]
-    if POSTMIX_A in tensors:
-        o_proj = tensors["o_proj.weight"]
-        result["o_proj.weight"] = fold_postmix(o_proj, tensors[POSTMIX_A], tensors[POSTMIX_B])
+def _served(
+    name: str, short_name: str, array: np.ndarray, maps: Mapping[str, np.ndarray], dtype: np.dtype | None, source: str
+) -> np.ndarray:
+    """One tensor as it is served: with the layer's maps folded into it if they are its, rounded once, if at all.
+
+    Rows of W_Q, and columns of W_O, fold by themselves, so that what is float64 stays small.
+    """
+    fold_dtype = np.dtype(np.float64) if dtype is None else dtype
+    if short_name == "q_proj.weight" and PREMIX in maps:
+        width = maps[PREMIX].shape[0] * array.shape[1] // maps[PREMIX].shape[1] * maps[PREMIX].shape[2]
+        result = np.empty((len(array), width), fold_dtype)
+        for rows in _blocks(len(array), width):
+            result[rows] = rounded(fold_premix(array[rows], maps[PREMIX]), fold_dtype)
+    elif short_name == "q_proj.bias" and PREMIX in maps:
+        result = rounded(fold_premix(array[None], maps[PREMIX])[0], fold_dtype)
+    elif short_name == "o_proj.weight" and POSTMIX_A in maps:
+        result = np.empty(array.shape, fold_dtype)
+        for columns in _blocks(array.shape[1], len(array)):
+            block = fold_postmix(array[:, columns], maps[POSTMIX_A], maps[POSTMIX_B])
+            result[:, columns] = rounded(block, fold_dtype)
+    else:
+        result = array if dtype is None else rounded(array, dtype)
+    if result is not array and not all_finite(result):
+        # a value beyond the range, which would only show when it is served
+        raise UserError(f"{source}: {name} exceeds the range of {result.dtype.name}; choose bfloat16 or float32")
     return result
+
+
+def _blocks(count: int, width: int) -> Iterator[slice]:
+    step = max(1, _BLOCK_VALUES // width)
+    return (slice(start, start + step) for start in range(0, count, step))
 
 
 def _shapes(attention: Attention, hidden_size: int) -> dict[str, tuple[int, ...]]:
@@ -244,17 +280,6 @@ def _checked(name: str, array: np.ndarray, expected: tuple[int, ...], source: st
     """The array, once its shape, dtype and values are known to be sound."""
     check_shape(name, array.shape, expected, source)
     _floating_dtype(array.dtype, f"{source}: the dtype of {name}")
-    if not np.isfinite(array).all():
+    if not all_finite(array):
         raise UserError(f"{source}: {name} holds values that are not finite; use an earlier checkpoint")
     return array
-
-
-def _cast(name: str, array: np.ndarray, dtype: np.dtype, source: str) -> np.ndarray:
-    """Round to `dtype`; a value beyond its range is refused, as infinity would only show when served."""
-    if array.dtype == dtype:
-        return array
-    with np.errstate(over="ignore"):  # refused below, by name
-        result = array.astype(dtype)
-    if not np.isfinite(result).all():
-        raise UserError(f"{source}: {name} exceeds the range of {dtype.name}; choose bfloat16 or float32")
-    return result

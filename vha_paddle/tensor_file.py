@@ -31,8 +31,10 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "I64": np.dtype(np.int64),
     "I32": np.dtype(np.int32),
+    "U16": np.dtype(np.uint16),
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
@@ -80,11 +82,41 @@ class TensorFile:
         Raises:
             UserError: the file has no such tensor.
         """
-        if name not in self.entries:
-            raise UserError(f"{self.path}: tensor {name} is missing; the file belongs to another model")
-        entry = self.entries[name]
+        entry = self._entry(name)
         raw = self._bytes[entry.offset : entry.offset + entry.num_bytes]
         return raw.view(entry.dtype).reshape(entry.shape)
+
+    def read(self, name: str) -> np.ndarray[Any, Any]:
+        """Tensor `name`, read into memory of its own: no page of the file stays mapped.
+
+        Raises:
+            UserError: the file has no such tensor, or has become shorter since it was opened.
+        """
+        entry = self._entry(name)
+        array = np.empty(entry.shape, entry.dtype)
+        self.read_into(name, array)
+        return array
+
+    def read_into(self, name: str, array: np.ndarray[Any, Any]) -> None:
+        """Read tensor `name` into a contiguous array of its dtype and as many values. Raises as `read`."""
+        entry = self._entry(name)
+        raw = array.reshape(-1).view(np.uint8).data
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                file.seek(entry.offset)
+                done = 0
+                while done < len(raw):
+                    count = file.readinto(raw[done:])
+                    if not count:
+                        raise UserError(f"{self.path}: has become shorter while it was read; use another copy")
+                    done += count
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be read ({error.strerror})") from None
+
+    def _entry(self, name: str) -> Entry:
+        if name not in self.entries:
+            raise UserError(f"{self.path}: tensor {name} is missing; the file belongs to another model")
+        return self.entries[name]
 
     def flush(self) -> None:
         """Put what was written into the views onto the disk."""
@@ -115,17 +147,22 @@ def write_tensors(
     tensors: Mapping[str, TensorSpec],
     arrays: Iterable[np.ndarray[Any, Any]],
     metadata: Mapping[str, str],
+    reserve: bool = False,
 ) -> FileRecord:
     """Write a whole file, flush it to disk, and return its size and digest without reading it again.
 
     Args:
         arrays: one for each of `tensors`, in their order. Each is asked for when the one before it is written.
+        reserve: whether the room for all is taken first, so that a full disk shows before any array is asked for.
+            Some network disks do that slowly, by writing.
 
     Raises:
         OSError: the disk is full or fails.
     """
     header, num_bytes = _header(tensors, metadata)
     with open(path, "wb", buffering=0) as file, _Digest() as digest:
+        if reserve:
+            os.posix_fallocate(file.fileno(), 0, len(header) + num_bytes)
         _write_chunk(file.fileno(), memoryview(header), digest)
         for (name, (dtype, shape)), array in zip(tensors.items(), arrays, strict=True):
             if (array.dtype, array.shape) != (dtype, shape):

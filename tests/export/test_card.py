@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -21,6 +23,9 @@ from tests.checkpoints import (
 )
 from vha_paddle.config import load_recipe
 from vha_paddle.export.card import cache_bytes, model_card
+from vha_paddle.export.stock import partial_target, stock_target
+
+LATENT = {"kind": "mla", "num_attention_heads": 2, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8}
 
 
 @pytest.fixture(scope="module")
@@ -64,31 +69,68 @@ def test_the_recipe_in_the_card_is_the_one_that_was_trained(card: str, exported:
     assert load_recipe(tmp_path / "recipe.yaml") == exported.recipe
 
 
+FIGURES: dict[str, Any] = {
+    "num_tokens": 256,
+    "text": "built-in",
+    "max_abs_difference": 3e-6,
+    "mean_abs_difference": 4e-7,
+    "scale": 12.0,
+    "relative": 2.5e-7,
+    "kl_mean": 1.5e-9,
+    "kl_max": 2.5e-8,
+    "top1_agreement": 0.9975,
+    "bound": 1e-5,
+    "fold_relative": 6.25e-7,
+    "storage": {"relative": 7.5e-3},
+    "cast": {"relative": 8.5e-3},
+    "attention": {"export": [1.5e-3, 3.5e-3], "fold": [1e-15, 2e-15], "cast": None},
+    "expert_agreement": None,
+}
+
+
+def card_of(exported: Exported, attention: Mapping[str, Any] = SMALL_VHA, **keys: Any) -> str:
+    recipe = small_recipe(attention, **keys)
+    return model_card(exported.report, stock_target(recipe.model, "test"), recipe.model, recipe)
+
+
+def with_report(exported: Exported, **values: Any) -> str:
+    model = exported.recipe.model
+    return model_card(exported.report | values, stock_target(model, "test"), model, exported.recipe)
+
+
 def test_the_figures_of_a_verification_are_in_the_card(exported: Exported) -> None:
-    figures = {"num_tokens": 256, "max_abs_difference": 3e-6, "mean_abs_difference": 4e-7, "scale": 12.0}
-    figures |= {"relative": 2.5e-7, "top1_agreement": 0.9975, "bound": 1e-5, "expert_agreement": None, "passed": True}
-    figures |= {"fold_relative": 6.25e-7}
-    card = model_card(exported.report | {"verification": figures}, exported.recipe)
+    card = with_report(exported, verification=FIGURES)
     for fact in (
-        "at 256 positions",
+        "at 256 positions (text: built-in):",
         "3.000e-06",
         "4.000e-07",
         "1.200e+01",
         "2.500e-07, allowed 1.0e-05",
-        "before rounding to these files' dtype | 6.250e-07, allowed 1.0e-05",
+        "1.500e-09 and 2.500e-08 nats",
+        "of it by the fold, before rounding | 6.250e-07, allowed 1.0e-05",
+        "of it by storage | 7.500e-03",
+        "in the same dtype, unfolded | 8.500e-03",
+        "attention of a layer, largest difference | 3.500e-03",
+        "the same of the fold, in float64 | 2.000e-15",
         "99.75%",
     ):
         assert fact in card, fact
 
 
+def test_figures_that_were_not_measured_are_not_in_the_card(exported: Exported) -> None:
+    attention = {"export": [1.5e-3], "fold": None, "cast": None}
+    figures = FIGURES | {"fold_relative": None, "cast": None, "text": None, "attention": attention}
+    card = with_report(exported, verification=figures)
+    assert "at 256 positions:" in card
+    for absent in ("by the fold", "by storage", "unfolded |", "of the fold, in float64", "experts"):
+        assert absent not in card, absent
+
+
 def test_a_plain_model_claims_no_fold(exported: Exported) -> None:
-    card = model_card(exported.report | {"folded": {}}, small_recipe(SMALL_GROUPED))
+    recipe = small_recipe(SMALL_GROUPED)
+    card = model_card(exported.report | {"folded": {}}, stock_target(recipe.model, "test"), recipe.model, recipe)
     assert "None: the model was trained as it is here." in card
     assert "folded virtual head attention" not in card and "before and after the fold" not in card
-
-
-def card_of(exported: Exported, **keys: Any) -> str:
-    return model_card(exported.report, small_recipe(SMALL_VHA, **keys))
 
 
 def test_the_card_of_a_hybrid_names_the_window_and_the_readers_that_obey_it(exported: Exported) -> None:
@@ -111,10 +153,88 @@ def test_the_card_of_a_mixture_says_where_its_probabilities_are_divided_without_
 
 
 def test_the_share_of_equal_choices_of_experts_is_in_the_card(exported: Exported) -> None:
-    figures = {"num_tokens": 256, "max_abs_difference": 3e-6, "mean_abs_difference": 4e-7, "scale": 12.0}
-    figures |= {"relative": 2.5e-7, "top1_agreement": 0.9975, "bound": 1e-5, "expert_agreement": 0.98765}
-    figures |= {"fold_relative": None}
-    assert "98.77%" in model_card(exported.report | {"verification": figures}, exported.recipe)
+    assert "98.77%" in with_report(exported, verification=FIGURES | {"expert_agreement": 0.98765})
+
+
+@pytest.mark.parametrize(
+    ("attention", "keys", "dtype", "fact"),
+    [
+        (SMALL_VHA | {"attention_bias": True}, {}, "float32", "leave the bias of o_proj out without a word"),
+        (SMALL_VHA, {}, "fp8", "FP8 weights need a GPU"),
+        (SMALL_VHA, {}, "fp8", "Some FP8 matrices have fewer rows than a block, and vLLM refuses them"),
+        (SMALL_VHA, {}, "fp8", "## FP8"),
+        (LATENT, {"rms_norm_eps": 1e-6}, "float32", "The embedding is stored a second time as output projection"),
+        (LATENT, {"rms_norm_eps": 1e-6}, "float32", "(10 + 8) channels x 2 bytes = 36"),
+        (LATENT, {"rms_norm_eps": 1e-6}, "float32", "stock `DeepseekV3ForCausalLM`"),
+    ],
+    ids=["biases", "fp8", "fp8 blocks", "fp8 section", "embedding", "cache", "class"],
+)
+def test_the_card_says_what_readers_make_of_it(
+    exported: Exported, attention: dict[str, Any], keys: dict[str, Any], dtype: str, fact: str
+) -> None:
+    recipe = small_recipe(attention, **keys)
+    report = exported.report | {"dtype": dtype, "kv_cache_bytes_per_token_per_layer": cache_bytes(recipe.model)}
+    assert fact in model_card(report, stock_target(recipe.model, "test"), recipe.model, recipe)
+
+
+def test_the_card_of_a_partial_fold_says_what_is_left_and_why(exported: Exported) -> None:
+    recipe = small_recipe(SMALL_VHA | {"output_gate": "after_postmix"})
+    folded_into = {"model.layers.0.self_attn.q_proj.weight": ["q_proj.weight", "model.layers.0.self_attn.premix"]}
+    report = exported.report | {"folded": folded_into, "fold": "partial"}
+    card = model_card(report, partial_target(recipe.model, "test"), recipe.model, recipe)
+    for fact in (
+        "virtual head attention, folded in part",
+        "It is NO stock model: `VHAQwen3ForCausalLM`",
+        "| Premix | `q_proj` | 1 |",
+        "| Postmix | `o_proj` | 0 |",
+        "- model.attention: Postmix does not fold: the gate lies between Postmix and W_O.",
+        "transformers, vLLM and llama.cpp refuse it",
+        "library_name: vha-paddle",
+    ):
+        assert fact in card, fact
+
+
+def test_the_card_of_another_projects_checkpoint_says_what_is_known(exported: Exported) -> None:
+    source = {
+        "directory": "checkpoint-100",
+        "step": 100,
+        "revision": "7218402d",
+        "config_sha256": "ab12",
+        "tokens": None,
+    }
+    report = exported.report | {
+        "source": source,
+        "kind": "PaddleFleet core, flex folder",
+        "warnings": ["eps is assumed"],
+    }
+    model = exported.recipe.model
+    card = model_card(report, stock_target(model, "test"), model, None)
+    for fact in (
+        "# checkpoint-100",
+        "| checkpoint | PaddleFleet core, flex folder |",
+        "| step | 100 |",
+        "| revision | 7218402d |",
+        "sha256 `ab12`",
+        "| to be known | eps is assumed |",
+    ):
+        assert fact in card, fact
+    assert "## Recipe" not in card and "None |" not in card
+
+
+def test_the_files_that_were_read_have_one_digest(exported: Exported) -> None:
+    files = {"b.safetensors": "22", "a.json": "11"}
+    listed = hashlib.sha256(b"11  a.json\n22  b.safetensors\n").hexdigest()
+    assert f"| files read | 2, the list of their digests has sha256 `{listed}` |" in with_report(
+        exported, source_files=files
+    )
+
+
+def test_a_layer_whose_bias_folds_too_is_one_layer(exported: Exported) -> None:
+    prefix = "model.layers.0.self_attn"
+    folded_into = {
+        f"{prefix}.q_proj.{part}": [f"{prefix}.q_proj.{part}", f"{prefix}.premix"] for part in ("weight", "bias")
+    }
+    assert "| Premix | `q_proj` | 1 |" in with_report(exported, folded=folded_into)
 
 
 def test_neither_card_nor_report_names_a_path_of_this_machine(card: str, exported: Exported) -> None:

@@ -18,15 +18,21 @@ from tests.checkpoints import (
     small_model,
     small_recipe,
 )
+from vha_paddle.config import Model
 from vha_paddle.errors import UserError
-from vha_paddle.export.config import SpecialTokens, generation_config, hf_config
+from vha_paddle.export.config import ExportDtype, SpecialTokens, generation_config, hf_config
+from vha_paddle.export.stock import partial_target, stock_target, unfolded_target
 
 SPECIAL = SpecialTokens(eos_id=2, pad_id=3, vocab_size=320)
 
 
+def config_of(model: Model, dtype: ExportDtype = "float32") -> dict[str, Any]:
+    return hf_config(stock_target(model, "test"), dtype, SPECIAL)
+
+
 @pytest.fixture(scope="module")
 def config() -> dict[str, Any]:
-    return hf_config(small_recipe(SMALL_VHA).model, "bfloat16", SPECIAL)
+    return config_of(small_recipe(SMALL_VHA).model, "bfloat16")
 
 
 def test_both_spellings_of_renamed_keys_are_there_and_agree(config: dict[str, Any]) -> None:
@@ -42,7 +48,7 @@ def test_every_layer_attends_fully_in_every_spelling(config: dict[str, Any]) -> 
 
 
 def test_a_hybrid_declares_its_windows_in_every_spelling() -> None:
-    config = hf_config(small_model(SMALL_VHA, **SMALL_HYBRID), "float32", SPECIAL)
+    config = config_of(small_model(SMALL_VHA, **SMALL_HYBRID))
     assert config["layer_types"] == ["sliding_attention", "full_attention"] * 2
     assert config["sliding_window"] == 5 and config["use_sliding_window"] is True
     # vLLM's own Qwen3 would compute full attention if this were the number of layers; so it refuses
@@ -50,7 +56,7 @@ def test_a_hybrid_declares_its_windows_in_every_spelling() -> None:
 
 
 def test_a_mixture_declares_its_experts_in_every_spelling() -> None:
-    config = hf_config(small_model(SMALL_VHA, **SMALL_MIXTURE), "float32", SPECIAL)
+    config = config_of(small_model(SMALL_VHA, **SMALL_MIXTURE))
     expected = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -72,7 +78,7 @@ def test_a_mixture_declares_its_experts_in_every_spelling() -> None:
 
 @pytest.mark.parametrize("keys", [SMALL_HYBRID, SMALL_MIXTURE], ids=["hybrid", "mixture"])
 def test_transformers_reads_back_what_was_written(keys: dict[str, Any], tmp_path: Path) -> None:
-    written = hf_config(small_model(SMALL_VHA, **keys), "float32", SPECIAL)
+    written = config_of(small_model(SMALL_VHA, **keys))
     (tmp_path / "config.json").write_text(json.dumps(written))
     read = AutoConfig.from_pretrained(tmp_path)
     del written["dtype"], written["torch_dtype"], written["architectures"]
@@ -81,7 +87,7 @@ def test_transformers_reads_back_what_was_written(keys: dict[str, Any], tmp_path
 
 def test_a_config_is_not_written_for_a_model_without_a_stock_class() -> None:
     with pytest.raises(UserError, match="output_gate=true: no stock Qwen3"):
-        hf_config(small_model(SMALL_GROUPED | {"output_gate": True}), "float32", SPECIAL)
+        config_of(small_model(SMALL_GROUPED | {"output_gate": True}))
 
 
 def test_heads_are_the_virtual_ones_and_their_width_is_written(config: dict[str, Any]) -> None:
@@ -90,7 +96,7 @@ def test_heads_are_the_virtual_ones_and_their_width_is_written(config: dict[str,
 
 
 def test_a_fold_and_a_plain_model_of_its_sizes_have_one_config(config: dict[str, Any]) -> None:
-    assert hf_config(small_recipe(SMALL_GROUPED).model, "bfloat16", SPECIAL) == config
+    assert config_of(small_recipe(SMALL_GROUPED).model, "bfloat16") == config
 
 
 def test_no_key_of_transformers_is_left_to_its_default(exported: Exported) -> None:
@@ -110,10 +116,40 @@ def test_no_key_of_transformers_is_left_to_its_default(exported: Exported) -> No
 
 def test_untied_heads_are_declared() -> None:
     model = small_recipe(SMALL_VHA, tie_word_embeddings=False).model
-    assert hf_config(model, "float32", SPECIAL)["tie_word_embeddings"] is False
+    assert config_of(model)["tie_word_embeddings"] is False
 
 
 def test_the_end_token_starts_and_ends_sequences(config: dict[str, Any]) -> None:
     settings = generation_config(SPECIAL)
     for key, token_id in {"bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 3}.items():
         assert config[key] == settings[key] == token_id
+
+
+def test_without_a_tokenizer_no_id_is_that_of_another_model() -> None:
+    config = hf_config(stock_target(small_model(SMALL_VHA), "test"), "float32", None)
+    assert {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")} == dict.fromkeys(
+        ("bos_token_id", "eos_token_id", "pad_token_id")
+    )
+
+
+def test_fp8_names_its_blocks_and_what_is_not_quantised() -> None:
+    config = config_of(small_model(SMALL_VHA, **SMALL_MIXTURE), "fp8")
+    assert config["quantization_config"] == {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"],
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    }
+    assert config["dtype"] == config["torch_dtype"] == "bfloat16"
+    assert "quantization_config" not in config_of(small_model(SMALL_VHA))
+
+
+@pytest.mark.parametrize("fold", ["none", "partial"])
+def test_our_own_class_has_the_model_section_and_no_size_where_others_look(fold: str) -> None:
+    model = small_model(SMALL_VHA | {"output_gate": "after_postmix"})
+    target = (unfolded_target if fold == "none" else partial_target)(model, "test")
+    config = hf_config(target, "float32", SPECIAL, is_folded=fold == "partial")
+    assert (config["model_type"], config["architectures"]) == ("vha_qwen3", ["VHAQwen3ForCausalLM"])
+    assert config["fold"] == fold and Model.model_validate(config["model"]) == target.model
+    assert not {"hidden_size", "vocab_size", "num_attention_heads", "head_dim"} & config.keys()

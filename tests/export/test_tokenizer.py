@@ -18,9 +18,9 @@ from transformers import AutoTokenizer
 
 from tests.checkpoints import Exported, small_tokenizer
 from vha_paddle.data.corpus import builtin_documents
-from vha_paddle.data.tokenizer import Tokenizer, train_sentencepiece
+from vha_paddle.data.sentencepiece_tokenizer import SentencePieceTokenizer, train_sentencepiece
 from vha_paddle.errors import UserError
-from vha_paddle.export.tokenizer import TOKENIZER_FILES, TokenizerExport
+from vha_paddle.export.tokenizer import ConvertedSentencePiece, TokenizerExport
 
 AWKWARD = [
     "",
@@ -43,8 +43,8 @@ class Pair:
     """SentencePiece and its conversion."""
 
     def __init__(self, path: Path) -> None:
-        self.original = Tokenizer.load(path)
-        fast = TokenizerExport(path).fast_tokenizer()
+        self.original = SentencePieceTokenizer.load(path)
+        fast = ConvertedSentencePiece(self.original, path).fast_tokenizer()
         self.fast = tokenizers.Tokenizer.from_str(fast.to_str())  # as read from tokenizer.json
         self.fast.encode_special_tokens = True  # what split_special_tokens does in transformers
 
@@ -141,7 +141,7 @@ def test_transformers_loads_the_directory_silently_and_agrees(exported: Exported
     finally:
         logging.getLogger("transformers").removeHandler(handler)
     assert records == []
-    ours = Tokenizer.load(exported.checkpoint / "tokenizer.model")
+    ours = SentencePieceTokenizer.load(exported.checkpoint / "tokenizer.model")
     for text in AWKWARD:
         encoded = theirs(text)
         assert encoded["input_ids"] == ours.encode(text)
@@ -155,7 +155,8 @@ def test_transformers_loads_the_directory_silently_and_agrees(exported: Exported
 
 def test_the_sentencepiece_model_is_kept_byte_for_byte(exported: Exported) -> None:
     assert (exported.directory / "tokenizer.model").read_bytes() == small_tokenizer()
-    assert all((exported.directory / name).is_file() for name in TOKENIZER_FILES)
+    converted = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+    assert all((exported.directory / name).is_file() for name in converted)
 
 
 @pytest.mark.parametrize(

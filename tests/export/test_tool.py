@@ -3,41 +3,61 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
-from tests.checkpoints import SMALL_GROUPED, Exported, small_recipe, small_tokenizer, trained_weights
+from tests.checkpoints import SMALL_GROUPED, SMALL_HYBRID, Exported, small_recipe, small_tokenizer, trained_weights
 from tests.checkpoints import write_checkpoint as write
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "fold_export.py"
 
-# The tool with logits that need no Paddle: those of the export are `error` away from the checkpoint's.
-WITH_LOGITS = """
+# The tool with a verification that needs no Paddle and finds `fault`.
+VERIFIED = """
 import runpy, sys, types
-import numpy as np
-from vha_paddle.export.verify import verify_logits
+from tests.export.verified import Verified
 
-evaluate = types.ModuleType("vha_paddle.evaluate")
-logits = lambda tokens: np.ones((*tokens.shape, 4))
-evaluate.verify_export = lambda checkpoint, exported: verify_logits(
-    logits, lambda tokens: logits(tokens) + {error}, np.zeros((1, 2), int), "float32"
-)
-sys.modules["vha_paddle.evaluate"] = evaluate
+prove = types.ModuleType("vha_paddle.proof.prove")
+def prove_export(source, exported, *, text, num_tokens, progress):
+    print("compared on", text, num_tokens, source.tokenizer.name)
+    progress(1, 2)
+    return Verified({fault!r})
+prove.prove_export = prove_export
+sys.modules["vha_paddle.proof.prove"] = prove
+sys.argv = ["fold_export.py", *sys.argv[1:]]
+runpy.run_path({tool!r}, run_name="__main__")
+"""
+
+# The tool, which waits after the first tensor.
+WAITING = """
+import runpy, sys, time
+from vha_paddle import tensor_file
+
+write_chunk, count = tensor_file._write_chunk, 0
+def waiting(*arguments):
+    global count
+    write_chunk(*arguments)
+    count += 1
+    if count == 2:
+        print("ready", flush=True)
+        time.sleep(60)
+tensor_file._write_chunk = waiting
 sys.argv = ["fold_export.py", *sys.argv[1:]]
 runpy.run_path({tool!r}, run_name="__main__")
 """
 
 
-def run(*arguments: object, error: float | None = None) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object, fault: str | None | Literal[False] = False) -> subprocess.CompletedProcess[str]:
     """Run the tool from a directory that is not the checkout."""
     program = [str(TOOL)]
-    if error is not None:
-        program = ["-c", WITH_LOGITS.format(error=error, tool=str(TOOL))]
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT) if error is not None else ""}
+    if fault is not False:
+        program = ["-c", VERIFIED.format(fault=fault, tool=str(TOOL))]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT) if fault is not False else ""}
     command = [sys.executable, *program, *map(str, arguments)]
     return subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, check=False)
 
@@ -54,34 +74,110 @@ def test_json_prints_the_report(exported: Exported, tmp_path: Path) -> None:
     assert json.loads(result.stdout) == json.loads((tmp_path / "out" / "fold_report.json").read_text())
 
 
-def test_a_dry_run_lists_every_tensor_and_writes_nothing(exported: Exported, tmp_path: Path) -> None:
+def test_a_dry_run_lists_the_fate_of_every_tensor_and_writes_nothing(exported: Exported, tmp_path: Path) -> None:
     result = run(exported.checkpoint, tmp_path / "out", "--dry-run", "--dtype", "float16")
     lines = result.stdout.splitlines()
-    prefix = "model.layers.0.self_attn."
-    assert f"{prefix}q_proj.weight [48, 20] 1,920 bytes <- {prefix}q_proj.weight + {prefix}premix" in lines
-    assert lines[-1].startswith("24 tensors, ") and len(lines) == 25
-    assert (result.returncode, result.stderr, list(tmp_path.iterdir())) == (0, "", [])
+    query = "model.layers.0.self_attn.q_proj.weight"
+    assert f"{query} [20, 24] float32 -> {query} [48, 20] float16, 1,920 bytes" in lines
+    assert f"model.layers.0.self_attn.premix [2, 8, 8] float32 -> folded into {query}" in lines
+    assert lines[-1].startswith("30 tensors read, 0 left out; 24 tensors to write, each once, ")
+    assert (result.returncode, result.stderr, list(tmp_path.iterdir()), len(lines)) == (0, "", [], 31)
 
 
 def test_a_dry_run_in_json_adds_up_to_the_export(exported: Exported, tmp_path: Path) -> None:
-    rows = json.loads(run(exported.checkpoint, tmp_path / "out", "--dry-run", "--json").stdout)
-    assert sum(row["bytes"] for row in rows) == exported.report["bytes"]
-    assert {row["name"]: row["sources"] for row in rows if len(row["sources"]) > 1} == exported.report["folded"]
+    plan = json.loads(run(exported.checkpoint, tmp_path / "out", "--dry-run", "--json").stdout)
+    assert plan["bytes"] == sum(row["bytes"] for row in plan["targets"]) == exported.report["bytes"]
+    targets = {row["name"]: row["sources"] for row in plan["targets"]}
+    assert {name: sources for name, sources in targets.items() if len(sources) > 1} == exported.report["folded"]
+    assert {row["name"] for row in plan["sources"]} == set(exported.weights)
+    assert {name for row in plan["sources"] for name in row["becomes"]} == set(targets)
 
 
-def test_a_verified_export_succeeds_and_prints_the_figure(exported: Exported, tmp_path: Path) -> None:
-    result = run(exported.checkpoint, tmp_path / "out", "--verify", error=2.0**-20)
+def test_a_verified_export_succeeds_and_prints_the_figures(exported: Exported, tmp_path: Path) -> None:
+    result = run(exported.checkpoint, tmp_path / "out", "--verify", fault=None)
     assert result.returncode == 0, result.stderr
-    assert "logits differ by 9.54e-07 of the largest, allowed 1.0e-05" in result.stdout
+    assert result.stdout.splitlines()[0] == "compared on None 256 tokenizer.model"
+    assert result.stdout.splitlines()[-1] == "verified"
+
+
+def test_what_is_compared_on_can_be_said(exported: Exported, tmp_path: Path) -> None:
+    flags = ["--verify", "--text", "text.txt", "--verify-tokens", "12", "--tokenizer", tmp_path / "other.model"]
+    (tmp_path / "other.model").write_bytes((exported.checkpoint / "tokenizer.model").read_bytes())
+    result = run(exported.checkpoint, tmp_path / "out", *flags, fault=None)
+    assert result.stdout.splitlines()[0] == "compared on text.txt 12 other.model"
 
 
 def test_a_failed_verification_exits_1_and_leaves_nothing(exported: Exported, tmp_path: Path) -> None:
-    result = run(exported.checkpoint, tmp_path / "out", "--verify", error=0.5)
+    result = run(exported.checkpoint, tmp_path / "out", "--verify", fault="logits differ")
     assert result.returncode == 1
-    assert result.stderr.splitlines() == [
-        "error: verification failed in float32: logits differ by 5.00e-01 of the largest, the bound is 1.0e-05; "
-        "nothing was kept"
-    ]
+    assert result.stderr.splitlines() == ["error: verification failed in float32: logits differ; nothing was kept"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_quiet_says_nothing(exported: Exported, tmp_path: Path) -> None:
+    (tmp_path / ".out.abcdefgh.tmp").mkdir()
+    result = run(exported.checkpoint, tmp_path / "out", "--quiet")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_notes_say_what_was_left_and_who_reads_the_export_otherwise(tmp_path: Path) -> None:
+    recipe = small_recipe(SMALL_GROUPED, **SMALL_HYBRID)
+    checkpoint = write(tmp_path / "hybrid", recipe, trained_weights(recipe), small_tokenizer())
+    (tmp_path / ".out.abcdefgh.tmp").mkdir()
+    result = run(checkpoint, tmp_path / "out", "--plain")
+    left, windows = result.stderr.splitlines()
+    assert left.startswith("note: ") and left.endswith("removed; a killed run had left it")
+    assert windows.startswith("note: ") and "layer_types" in windows
+
+
+@pytest.mark.parametrize(
+    ("flags", "files"),
+    [([], 1), (["--max-shard-size", "20KB"], 3), (["--no-fold"], 1), (["--dtype", "float16"], 1)],
+    ids=["", "shards", "unfolded", "float16"],
+)
+def test_flags_reach_the_export(exported: Exported, tmp_path: Path, flags: list[str], files: int) -> None:
+    result = run(exported.checkpoint, tmp_path / "out", *flags)
+    assert result.returncode == 0, result.stderr
+    report = json.loads((tmp_path / "out" / "fold_report.json").read_text())
+    assert len([name for name in report["files"] if name.endswith(".safetensors")]) == files
+    assert report["fold"] == ("none" if "--no-fold" in flags else "all")
+    assert report["dtype"] == ("float16" if "float16" in flags else "float32")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--text", "x"], "--text x: has no effect without --verify"),
+        (["--verify-tokens", "9"], "--verify-tokens 9: has no effect without --verify"),
+        (["--verify", "--dry-run"], "there is nothing to run with --dry-run"),
+        (["--max-shard-size", "many"], "--max-shard-size many: must be a size such as 5GB"),
+        (["--norm-order", "premix-norm"], "--norm-order=premix-norm: has no effect on a checkpoint of this package"),
+        (["--allow-partial"], "all of this model folds"),
+        (["--tokenizer", "/absent"], "/absent"),
+    ],
+)
+def test_a_flag_without_effect_is_refused(exported: Exported, tmp_path: Path, flags: list[str], words: str) -> None:
+    result = run(exported.checkpoint, tmp_path / "out", *flags)
+    (line,) = result.stderr.splitlines()
+    assert result.returncode == 2 and line.startswith("error: ") and words in line
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_run_that_is_told_to_end_leaves_nothing(
+    exported: Exported, tmp_path: Path, sent: signal.Signals, code: int
+) -> None:
+    command = [sys.executable, "-c", WAITING.format(tool=str(TOOL)), str(exported.checkpoint), str(tmp_path / "out")]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        assert [path.name.startswith(".out.") for path in tmp_path.iterdir()] == [True]
+        process.send_signal(sent)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == code
     assert list(tmp_path.iterdir()) == []
 
 

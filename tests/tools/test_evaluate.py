@@ -13,11 +13,11 @@ import pytest
 
 from tests.checkpoints import SMALL_VHA, small_recipe, small_tokenizer, trained_weights, write_checkpoint
 from tests.tolerances import FLOAT32, assert_close
-from vha_paddle.checkpoint.layout import TOKENIZER_FILE
 from vha_paddle.data.indexed import write_indexed
+from vha_paddle.data.tokenizer_files import IDENTIFYING_FILES
 from vha_paddle.evaluate import tokenizer_digest
 from vha_paddle.export.fold_export import export_checkpoint
-from vha_paddle.export.writer import REPORT_FILE
+from vha_paddle.export.output import REPORT_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -81,8 +81,10 @@ def test_data_of_another_tokenizer_is_refused(run: Path) -> None:
 def test_the_tokenizer_of_a_directory_that_holds_none_is_unknown(run: Path) -> None:
     exported = run.parent / "exported"
     assert tokenizer_digest(run) == tokenizer_digest(exported) == hashlib.sha256(small_tokenizer()).hexdigest()
-    (exported / TOKENIZER_FILE).rename(exported / "away")
+    for name in IDENTIFYING_FILES:
+        (exported / name).rename(exported / f"{name}.away")
     try:
         assert tokenizer_digest(exported) is None
     finally:
-        (exported / "away").rename(exported / TOKENIZER_FILE)
+        for name in IDENTIFYING_FILES:
+            (exported / f"{name}.away").rename(exported / name)

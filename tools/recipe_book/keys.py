@@ -7,6 +7,8 @@ from typing import Any
 
 from vha_paddle.config import Recipe
 
+_NULL = {"type": "null"}
+
 
 def tables() -> str:
     """A heading and a table for every section."""
@@ -51,16 +53,26 @@ def _default(prop: dict[str, Any]) -> str:
 
 def _references(prop: dict[str, Any]) -> list[str]:
     """Names of the sections that a key may hold."""
-    options = prop.get("oneOf", prop.get("anyOf", [prop]))
-    found = [name for option in options if option is not prop for name in _references(option)]
+    options = _options(prop) + ([prop["items"]] if "items" in prop else [])
+    found = [name for option in options for name in _references(option)]
     return [prop["$ref"].rsplit("/", 1)[1]] if "$ref" in prop else found
 
 
+def _options(prop: dict[str, Any]) -> list[dict[str, Any]]:
+    return prop.get("oneOf", prop.get("anyOf", []))
+
+
 def _values(prop: dict[str, Any]) -> str:
-    if _references(prop):
+    if "$ref" in prop:
         return "section"
-    if "anyOf" in prop:
-        return " or ".join(_values(option) for option in prop["anyOf"] if option != {"type": "null"}) + " or `null`"
+    if "items" in prop:
+        return f"list of {_values(prop['items'])}s"
+    if "patternProperties" in prop:
+        return " or ".join(f"{_values(value)}s by name" for value in prop["patternProperties"].values())
+    if _options(prop):
+        kinds = list(dict.fromkeys(_values(option) for option in _options(prop) if option != _NULL))
+        may_be_null = _NULL in _options(prop) and kinds != ["section"]
+        return " or ".join(kinds + ["`null`"] * may_be_null)
     if "enum" in prop or "const" in prop:
         return ", ".join(f"`{value}`" for value in prop.get("enum", [prop.get("const")]))
     signs = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}

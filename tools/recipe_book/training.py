@@ -9,10 +9,7 @@ from tools.recipe_book.values import Section, Value, assumed, derived, paper, up
 
 _FINEWEB = "FineWeb-Edu (paper), the path is ours; which part of it, and its order, are unknown"
 _UNKNOWN_CORPUS = "unknown; FineWeb-Edu as in the runs on 50B tokens, the path is ours"
-_TOKENIZER = (
-    "upstream's dense models have the Qwen3 tokenizer; what is read today is a SentencePiece model, as "
-    "tools/prepare_data.py trains one"
-)
+_TOKENIZER = "the Qwen3 tokenizer, as upstream's dense models have it; the path is ours"
 _OURS = "ours; it changes nothing of what is trained"
 
 
@@ -114,7 +111,7 @@ def recipe(
         "data": {
             "train": assumed("data/fineweb-edu/train", training.corpus),
             "validation": assumed("data/fineweb-edu/validation", "ours; the paper reports tasks, no validation loss"),
-            "tokenizer": assumed("data/fineweb-edu/tokenizer.model", _TOKENIZER),
+            "tokenizer": assumed("data/fineweb-edu/tokenizer.json", _TOKENIZER),
             "sequence_length": training.sequence_length,
             "global_batch_size": training.global_batch_size,
             "micro_batch_size": training.micro_batch_size,

@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 
 from vha_paddle.checkpoint.layout import (
-    RECIPE_FILE,
-    STATE_FILE,
-    TOKENIZER_FILE,
     Checkpoint,
     Content,
     find_fault,
     open_checkpoint,
     open_without_digests,
+    other_files,
     read_manifest,
     record_of,
     resolve_checkpoint,
@@ -131,7 +129,7 @@ def _write(checkpoint: Checkpoint, directory: Path, num_files: int, progress: Pr
         for number, names in enumerate(shares):
             name = tensor_file(content, number, len(shares))
             files[name] = write_own_tensors(directory / name, _whole(tensors, names, progress))
-    for name in (RECIPE_FILE, TOKENIZER_FILE, STATE_FILE):
+    for name in other_files(checkpoint.files):
         shutil.copyfile(checkpoint.path / name, directory / name)
         files[name] = record_of(directory / name)
     write_manifest(directory, files)

@@ -49,6 +49,11 @@ class Cut:
         """Shape of the part as a region of the view."""
         return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
 
+    @property
+    def place(self) -> tuple[slice, ...]:
+        """Where the part lies in the view."""
+        return tuple(map(slice, self.start, self.stop))
+
     def common(self, other: Cut) -> Cut | None:
         """What two parts of one view have in common."""
         start = tuple(map(max, self.start, other.start))
@@ -81,6 +86,14 @@ class Piece:
         """A view of the disk, shaped as the region of the cut's view that the part is."""
         array = self.file.array(self.name)
         return array if self.cut is None else array.reshape(self.cut.region_shape)
+
+    def read_into(self, whole: np.ndarray[Any, Any]) -> None:
+        """Read the part into its place in the logical tensor, shaped as the cut's view."""
+        place = whole if self.cut is None else whole[self.cut.place]
+        if place.flags.c_contiguous:
+            self.file.read_into(self.name, place)
+        else:
+            place[...] = self.file.read(self.name).reshape(place.shape)
 
 
 @dataclass(frozen=True)
@@ -137,6 +150,19 @@ class LogicalTensors:
         assert first is not None
         whole = Cut(first.shape, first.view, (0,) * len(first.view), first.view)
         return _assembled(entry, whole).reshape(entry.shape)
+
+    def read(self, name: str) -> np.ndarray[Any, Any]:
+        """The logical tensor `name` in memory of its own: no page of a file stays mapped.
+
+        Raises:
+            UserError: there is no such tensor, or a file cannot be read.
+        """
+        entry = self._entry(name)
+        first = entry.pieces[0].cut
+        region = np.empty(entry.shape if first is None else first.view, entry.dtype)
+        for piece in entry.pieces:
+            piece.read_into(region)
+        return region.reshape(entry.shape)
 
     def part(self, name: str, placement: Placement, seat: Seat) -> np.ndarray[Any, Any]:
         """What a rank holds of tensor `name`; only that is read where the stored parts are of the same view.

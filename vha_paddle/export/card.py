@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from typing import Any
 
-from vha_paddle.config import GroupedAttention, Model, Recipe, recipe_to_yaml
-from vha_paddle.counts import kv_cache_bytes
-from vha_paddle.export.stock import served_attention, stock_class
+from vha_paddle import counts
+from vha_paddle.config import (
+    Attention,
+    GroupedAttention,
+    LatentAttention,
+    Model,
+    Recipe,
+    VirtualHeadAttention,
+    recipe_to_yaml,
+)
+from vha_paddle.counts import folded, kv_cache_bytes
+from vha_paddle.counts.folding import what_stays
+from vha_paddle.data.tokenizer_files import SENTENCEPIECE_FILE
+from vha_paddle.export.readers import reader_notes
+from vha_paddle.export.stock import Target
 from vha_paddle.export.verify import BOUNDS
 
 _COMPARED_KV_HEADS = 8  # the usual grouped-query model
 
-_LLAMA_CPP = """llama.cpp converts it with `convert_hf_to_gguf.py`; run the result with
+_LLAMA_CPP = "llama.cpp converts it with `convert_hf_to_gguf.py`"
+_NO_SPACE = """; run the result with
 `--override-kv tokenizer.ggml.add_space_prefix=bool:false`, for that converter does not copy the setting and
-llama.cpp would put a space before the prompt."""
-_WINDOWS = """Its sliding layers need a reader that obeys `layer_types`. vLLM takes the directory with
-`model_impl="transformers"`; its own Qwen3 refuses it. llama.cpp's converter passes over the windows without a
-word: what it makes of this directory is another model."""
-_UNNORMALISED = """llama.cpp divides the chosen experts' probabilities by their sum, which this model does not
-(`norm_topk_prob`): what it makes of this directory is another model."""
+llama.cpp would put a space before the prompt"""
+_SENTENCEPIECE = """\
+No begin token is added; the end token separates documents, as in training. Text that spells a special token
+is encoded as text (`split_special_tokens`); append `tokenizer.eos_token_id` by its id where it is wanted."""
+_HUGGING_FACE = """\
+The tokenizer is the one that the training data were made with. There the end token separates documents, no begin
+token is added, and text that spells a special token is text; here it is that token."""
 
 _LOAD = """## How to load it
 
@@ -33,63 +49,116 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))
 
 {other_readers}
 
-No begin token is added; the end token separates documents, as in training. Text that spells a special token
-is encoded as text (`split_special_tokens`); append `tokenizer.eos_token_id` by its id where it is wanted.
+{tokenizer}
+"""
+_LOAD_OURS = """## How to load it
+
+```
+python tools/evaluate.py . --data DATA
+python tools/generate.py . "Once upon a time"
+python tools/analyze_maps.py .
+python tools/fold_export.py . OUT
+```
+
+{other_readers}
+"""
+_FP8 = """## FP8
+
+The matrices of the layers' projections are E4M3, with a float32 scale for each block of 128 x 128 (`NAME_scale_inv`),
+rounded to nearest from the fold's own values; a weight is at most 1/16 off, or 2^-10 of its block's scale. Embedding,
+output projection, norms, biases and routers are bfloat16. Activations are quantized where the model runs.
 """
 
 
 def cache_bytes(model: Model) -> dict[str, int]:
-    """KV cache in bytes per token per layer, bfloat16: of this model and of others with its query heads."""
-    attention = served_attention(model)
+    """KV cache in bytes per token per layer, bfloat16: of this model and of others with its query heads.
+
+    Args:
+        model: as it was trained, or as it is served: a fold changes nothing here. Of a hybrid its full layers.
+    """
+    attention = folded(model).attention
+    found = {"this_model": kv_cache_bytes(attention, "bfloat16")}
+    if not isinstance(attention, GroupedAttention):
+        return found
     heads = attention.num_attention_heads
     compared = {f"gqa_{_COMPARED_KV_HEADS}": _COMPARED_KV_HEADS, "mha": heads}
-    return {"this_model": kv_cache_bytes(attention, "bfloat16")} | {
-        name: kv_cache_bytes(_with_kv_heads(attention, kv_heads), "bfloat16")
+    return found | {
+        name: kv_cache_bytes(attention.model_copy(update={"num_key_value_heads": kv_heads}), "bfloat16")
         for name, kv_heads in compared.items()
         if kv_heads <= heads
     }
 
 
-def model_card(report: dict[str, Any], recipe: Recipe) -> str:
-    """README.md from the report of an export."""
-    model, source = recipe.model, report["source"]
-    stock, attention = stock_class(model, source["run"]), served_attention(model)
-    kind = "folded virtual head attention" if report["folded"] else "grouped-query attention"
-    sizes = f"{attention.num_attention_heads} query heads on {attention.num_key_value_heads} key/value heads"
-    return f"""---
-library_name: transformers
+def model_card(report: Mapping[str, Any], target: Target, trained: Model, recipe: Recipe | None) -> str:
+    """README.md from the report of an export.
+
+    Args:
+        target: what was written.
+        trained: the model of the checkpoint.
+        recipe: of checkpoints that a run of this package wrote.
+    """
+    library = "transformers" if target.is_stock else "vha-paddle"
+    title = _title(report)
+    sections = [
+        f"# {title}\n\n{_summary(report, target)}",
+        (_LOAD if target.is_stock else _LOAD_OURS).format(
+            other_readers=_other_readers(report, target),
+            tokenizer=_SENTENCEPIECE if SENTENCEPIECE_FILE in report["files"] else _HUGGING_FACE,
+        ),
+        _provenance(report, target),
+        _fold(report, target, trained),
+        *([_FP8] if report["dtype"] == "fp8" else []),
+        _verification(report),
+        _cache(report, target.model),
+        *([f"## Recipe\n\n```yaml\n{recipe_to_yaml(recipe).strip()}\n```\n"] if recipe is not None else []),
+    ]
+    front = f"""---
+library_name: {library}
 pipeline_tag: text-generation
 tags:
 - vha-paddle
-- {stock.model_type}
+- {target.stock.model_type}
 ---
-
-# {source["run"]}
-
-A decoder of the Qwen3 architecture with {kind}: {sizes}
-of width {attention.head_dim}, {model.num_hidden_layers} layers, {report["parameters"]:,} parameters in
-{report["dtype"]}.{_layers(model)} It is a stock `{stock.architecture}`: it needs no code of its own.
-
-{_LOAD.format(other_readers=_other_readers(model))}
-## Where it came from
-
-| | |
-|---|---|
-| run | {source["run"]}, checkpoint `{source["checkpoint"]}`, seed {source["seed"]} |
-| trained for | {source["step"]:,} optimizer steps, {source["tokens"]:,} tokens |
-| trained parameters | {source["parameters"]:,} |
-| checkpoint's manifest | sha256 `{source["manifest_sha256"]}` |
-| software | trained with vha_paddle {source["vha_paddle"]}, exported with vha_paddle {report["vha_paddle"]} |
-
-{_fold(report)}
-{_verification(report)}
-{_cache(report, model)}
-## Recipe
-
-```yaml
-{recipe_to_yaml(recipe).strip()}
-```
 """
+    return "\n".join([front, *sections])
+
+
+def _title(report: Mapping[str, Any]) -> str:
+    """The run's name, or that of the directory."""
+    source = report["source"]
+    return str(next((source[key] for key in ("run", "directory") if key in source), report["kind"]))
+
+
+def _summary(report: Mapping[str, Any], target: Target) -> str:
+    model = target.model
+    dtype = "FP8 (E4M3 in blocks) and bfloat16" if report["dtype"] == "fp8" else report["dtype"]
+    text = (
+        f"A decoder with {_kind(report, target)}: {_sizes(model.attention)},\n{model.num_hidden_layers} layers, "
+        f"{report['parameters']:,} parameters in\n{dtype}.{_layers(model)} "
+    )
+    if target.is_stock:
+        return f"{text}It is a stock `{target.stock.architecture}`: it needs no code of its own.\n"
+    return f"{text}It is NO stock model: `{target.stock.architecture}` is a class of vha_paddle's own.\n"
+
+
+def _kind(report: Mapping[str, Any], target: Target) -> str:
+    attention = target.model.attention
+    if isinstance(attention, GroupedAttention):
+        return "folded virtual head attention" if report["folded"] else "grouped-query attention"
+    if isinstance(attention, LatentAttention):
+        return "multi-head latent attention"
+    if isinstance(attention, VirtualHeadAttention):
+        return "virtual head attention, folded in part" if report["folded"] else "virtual head attention, not folded"
+    return f"attention of kind {attention.kind}"
+
+
+def _sizes(attention: Attention) -> str:
+    if isinstance(attention, GroupedAttention | VirtualHeadAttention):
+        heads = f"{attention.num_attention_heads} query heads on {attention.num_key_value_heads} key/value heads"
+        return f"{heads}\nof width {attention.head_dim}"
+    if isinstance(attention, LatentAttention):
+        return f"{attention.num_attention_heads} heads on a latent of {attention.kv_lora_rank}"
+    return f"{attention.num_attention_heads} heads"
 
 
 def _layers(model: Model) -> str:
@@ -105,81 +174,180 @@ def _layers(model: Model) -> str:
     return text
 
 
-def _other_readers(model: Model) -> str:
-    if model.sliding_window is not None:
-        return _WINDOWS
-    if model.experts is not None and not model.experts.norm_topk_prob:
-        return f"vLLM takes the directory as it is. {_UNNORMALISED}"
-    return f"vLLM takes the directory as it is. {_LLAMA_CPP}"
+def _other_readers(report: Mapping[str, Any], target: Target) -> str:
+    notes = [f"- {note[0].upper()}{note[1:]}." for note in reader_notes(target, report["dtype"])]
+    if notes:
+        return "\n".join(["What other programs make of it:", "", *notes])
+    space = _NO_SPACE if SENTENCEPIECE_FILE in report["files"] else ""
+    return f"vLLM takes the directory as it is. {_LLAMA_CPP}{space}."
 
 
-def _fold(report: dict[str, Any]) -> str:
+def _provenance(report: Mapping[str, Any], target: Target) -> str:
+    """Where the model came from: nothing of it is a path of the machine that it was exported on."""
+    source = {key: value for key, value in report["source"].items() if value is not None}
+    rows = {"checkpoint": report["kind"]}
+    if {"run", "checkpoint", "seed"} <= source.keys():
+        run, checkpoint, seed = (source.pop(key) for key in ("run", "checkpoint", "seed"))
+        rows["run"] = f"{run}, checkpoint `{checkpoint}`, seed {seed}"
+    if {"step", "tokens"} <= source.keys():
+        rows["trained for"] = f"{source.pop('step'):,} optimizer steps, {source.pop('tokens'):,} tokens"
+    exported = f"exported with vha_paddle {report['vha_paddle']}"
+    version = source.pop("vha_paddle", None)
+    for key, value in source.items():
+        rows[_LABELS.get(key, key.replace("_", " "))] = _shown(key, value)
+    digests = "".join(f"{digest}  {name}\n" for name, digest in sorted(report["source_files"].items()))
+    if digests:
+        digest = hashlib.sha256(digests.encode()).hexdigest()
+        rows["files read"] = f"{len(report['source_files'])}, the list of their digests has sha256 `{digest}`"
+    rows["software"] = exported if version is None else f"trained with vha_paddle {version}, {exported}"
+    told_above = reader_notes(target, report["dtype"])
+    assumed = [line for line in report["warnings"] if line not in told_above]
+    rows |= {"to be known": "; ".join(assumed)} if assumed else {}
+    table = "\n".join(f"| {label} | {value} |" for label, value in rows.items())
+    return f"## Where it came from\n\n| | |\n|---|---|\n{table}\n"
+
+
+_LABELS = {
+    "manifest_sha256": "checkpoint's manifest",
+    "config_sha256": "its config.json",
+    "report_sha256": "its fold_report.json",
+    "parameters": "trained parameters",
+    "fold": "folded before",
+}
+
+
+def _shown(key: str, value: Any) -> str:
+    if key.endswith("sha256"):
+        return f"sha256 `{value}`"
+    return f"{value:,}" if type(value) is int and key != "seed" else str(value)
+
+
+def _fold(report: Mapping[str, Any], target: Target, trained: Model) -> str:
+    """What was folded, and what was not and why."""
+    left = _left(target, trained)
     if not report["folded"]:
-        return "## Fold\n\nNone: the model was trained as it is here.\n"
+        reason = "the model was trained as it is here" if not left else "on request; the maps stand in the files"
+        return f"## Fold\n\nNone: {reason}.\n{left}"
     by_maps: dict[tuple[str, ...], int] = {}
-    for sources in report["folded"].values():
-        maps = tuple(name.rpartition(".")[2] for name in sources[1:])
-        by_maps[maps] = by_maps.get(maps, 0) + 1
+    for name, sources in report["folded"].items():
+        if name.endswith(".weight"):
+            maps = tuple(each.rpartition(".")[2] for each in sources[1:])
+            by_maps[maps] = by_maps.get(maps, 0) + 1
     premix, postmix = by_maps.get(("premix",), 0), by_maps.get(("postmix_a", "postmix_b"), 0)
+    which = "Its two linear maps are folded" if not left else "What folds of its two maps is folded"
+    rounding = "rounded once" if report["dtype"] == "fp8" else f"rounded once to {report['dtype']}"
     return f"""## Fold
 
-The model was trained with virtual head attention (arXiv 2610.17959). Its two linear maps are folded into the
-projections beside them, in float64, rounded once to {report["dtype"]}; the function is the same.
+The model was trained with virtual head attention (arXiv 2610.17959). {which} into the
+projections beside them, in float64, {rounding}; the function is the same.
 
 | map | folded into | layers |
 |---|---|---|
 | Premix | `q_proj` | {premix} |
 | Postmix | `o_proj` | {postmix} |
-"""
+{left}"""
 
 
-def _verification(report: dict[str, Any]) -> str:
+def _left(target: Target, trained: Model) -> str:
+    """The maps that are still there."""
+    lines = []
+    for where, attention in target.model.attention_sections.items():
+        if not isinstance(attention, VirtualHeadAttention):
+            continue
+        before = trained.attention_sections[where]
+        assert isinstance(before, VirtualHeadAttention), "a fold makes no maps"
+        stays = what_stays(before)
+        for name, value in (("premix", attention.premix), ("postmix", attention.postmix)):
+            if value != "none":
+                reason = f"does not fold: {stays[name]}" if name in stays else "was not to be folded"
+                lines.append(f"- {where}: {name.capitalize()} {reason}.")
+    return "\n".join(["", "Left as trained:", "", *lines, ""]) if lines else ""
+
+
+def _verification(report: Mapping[str, Any]) -> str:
     figures = report["verification"]
     if figures is None:
         return "## Verification\n\nNot run; `--verify` compares the logits with the checkpoint's.\n"
+    text = f" (text: {figures['text']})" if figures["text"] is not None else ""
+    rows = [
+        ("largest difference", f"{figures['max_abs_difference']:.3e}"),
+        ("mean difference", f"{figures['mean_abs_difference']:.3e}"),
+        ("largest logit of the checkpoint", f"{figures['scale']:.3e}"),
+        ("largest difference / largest logit", f"{figures['relative']:.3e}, allowed {figures['bound']:.1e}"),
+        ("KL divergence, mean and largest", f"{figures['kl_mean']:.3e} and {figures['kl_max']:.3e} nats"),
+        ("positions with the same first choice", f"{figures['top1_agreement']:.2%}"),
+        *_parts(figures),
+    ]
+    table = "\n".join(f"| {label} | {value} |" for label, value in rows)
     return f"""## Verification
 
-Logits of these files, computed in float32, against the checkpoint's at {figures["num_tokens"]:,} positions:
+Logits of these files, computed in float32, against the checkpoint's at {figures["num_tokens"]:,} positions{text}:
 
 | | |
 |---|---|
-| largest difference | {figures["max_abs_difference"]:.3e} |
-| mean difference | {figures["mean_abs_difference"]:.3e} |
-| largest logit of the checkpoint | {figures["scale"]:.3e} |
-| largest difference / largest logit | {figures["relative"]:.3e}, allowed {figures["bound"]:.1e} |
-| positions with the same first choice | {figures["top1_agreement"]:.2%} |
-{_before_rounding(figures)}{_experts_agree(figures)}"""
+{table}
+{_experts_agree(figures)}"""
 
 
-def _before_rounding(figures: dict[str, Any]) -> str:
-    relative = figures["fold_relative"]
-    if relative is None:
+def _parts(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Fold error and storage error apart, the cost of the dtype alone, and the attention of the layers."""
+    rows = []
+    if figures["fold_relative"] is not None:
+        allowed = f"allowed {BOUNDS['float32']:.1e}"
+        rows.append(("of it by the fold, before rounding", f"{figures['fold_relative']:.3e}, {allowed}"))
+        rows.append(("of it by storage", f"{figures['storage']['relative']:.3e}"))
+    if figures["cast"] is not None:
+        rows.append(("the checkpoint's weights in the same dtype, unfolded", f"{figures['cast']['relative']:.3e}"))
+    rows.append(("attention of a layer, largest difference", f"{max(figures['attention']['export']):.3e}"))
+    if figures["attention"]["fold"] is not None:
+        rows.append(("the same of the fold, in float64", f"{max(figures['attention']['fold']):.3e}"))
+    if figures["expert_agreement"] is not None:
+        rows.append(("choices of experts that are the same", f"{figures['expert_agreement']:.2%}"))
+    return rows
+
+
+def _experts_agree(figures: Mapping[str, Any]) -> str:
+    if figures["expert_agreement"] is None:
         return ""
-    return f"| the same before rounding to these files' dtype | {relative:.3e}, allowed {BOUNDS['float32']:.1e} |\n"
-
-
-def _experts_agree(figures: dict[str, Any]) -> str:
-    share = figures["expert_agreement"]
-    if share is None:
-        return ""
-    return f"""| choices of experts that are the same | {share:.2%} |
-
+    return """
 The logits are compared with the experts that the checkpoint chose, for a near tie between two experts falls either
 way by round-off.
 """
 
 
-def _cache(report: dict[str, Any], model: Model) -> str:
+def _cache(report: Mapping[str, Any], model: Model) -> str:
     sizes = report["kv_cache_bytes_per_token_per_layer"]
     names = {"this_model": "this model" + (", before and after the fold" if report["folded"] else "")}
     names |= {f"gqa_{_COMPARED_KV_HEADS}": f"GQA with {_COMPARED_KV_HEADS} key/value heads"}
     names |= {"mha": "MHA (as many key/value heads as query heads)"}
     rows = "\n".join(f"| {names[name]} | {size:,} |" for name, size in sizes.items())
-    table = f"## KV cache\n\n| | bytes per token per layer, bfloat16 |\n|---|---|\n{rows}\n"
+    length = model.max_position_embeddings
+    whole = counts.cache_bytes(model, length, "bfloat16")
+    return f"""## KV cache
+
+| | bytes per token per layer, bfloat16 |
+|---|---|
+{rows}
+
+{_arithmetic(model.attention)}
+A sequence of {length:,} tokens, the longest, takes {whole:,} bytes in all {model.num_hidden_layers} layers.
+{_of_windows(model)}"""
+
+
+def _arithmetic(attention: Attention) -> str:
+    size = kv_cache_bytes(attention, "bfloat16")
+    if isinstance(attention, GroupedAttention | VirtualHeadAttention):
+        heads, width = attention.num_key_value_heads, attention.head_dim
+        return f"Keys and values: 2 x {heads} heads x {width} channels x 2 bytes = {size:,}."
+    if isinstance(attention, LatentAttention):
+        return (
+            f"The latent and the rotary key: ({attention.kv_lora_rank} + {attention.qk_rope_head_dim}) channels x 2 "
+            f"bytes = {size:,}, in a reader that caches them so."
+        )
+    return f"What a layer keeps of a token: {size:,} bytes."
+
+
+def _of_windows(model: Model) -> str:
     if model.sliding_window is None:
-        return table
-    return f"{table}\nA sliding layer needs no more than its last {model.sliding_window.window:,} tokens.\n"
-
-
-def _with_kv_heads(attention: GroupedAttention, num_kv_heads: int) -> GroupedAttention:
-    return attention.model_copy(update={"num_key_value_heads": num_kv_heads})
+        return ""
+    return f"A sliding layer needs no more than its last {model.sliding_window.window:,} tokens.\n"

@@ -1,99 +1,53 @@
-"""From a checkpoint to a Hugging Face directory: fold, write, verify, and only then give it its name."""
+"""From a checkpoint to a Hugging Face directory: fold, write, verify, and only then give it its name.
+
+Every tensor passes through memory once. One thread reads ahead, the calling one folds, casts, turns matrices around and
+writes, a third digests what is written, a fourth what is read. Tensors are asked for and written in one order, so the
+same checkpoint gives the same bytes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 import vha_paddle
-from vha_paddle.checkpoint import layout
-from vha_paddle.checkpoint.layout import Checkpoint
-from vha_paddle.checkpoint.logical import LogicalTensors
-from vha_paddle.config import Model
+from vha_paddle.checkpoint.layout import record_of
 from vha_paddle.counts import parameters
-from vha_paddle.errors import RunError, UserError
+from vha_paddle.errors import RunError
+from vha_paddle.export import fp8
+from vha_paddle.export.ahead import ReadAhead
 from vha_paddle.export.card import cache_bytes, model_card
-from vha_paddle.export.config import ExportDtype, write_json
-from vha_paddle.export.plan import NUMPY_DTYPES, PlannedTensor, plan_export
-from vha_paddle.export.stock import stock_class
-from vha_paddle.export.tokenizer import TokenizerExport
-from vha_paddle.export.verify import BOUNDS, Verification
-from vha_paddle.export.writer import (
-    MAX_SHARD_BYTES,
-    REPORT_FILE,
-    Progress,
-    check_output,
-    output_directory,
-    write_hf_model,
-)
-from vha_paddle.fold import check_foldable, copy_state, fold_state
-from vha_paddle.names import account, check_shape, expected_tensors, to_hf
-from vha_paddle.tensor_file import DTYPE_NAMES
-
-_FLOATING = ("F64", "F32", "F16", "BF16")
-
-Verify = Callable[[Path, Path], Verification]
-"""From the checkpoint's path and the exported directory to the comparison of their logits."""
+from vha_paddle.export.config import ExportDtype, generation_config, hf_config, write_json
+from vha_paddle.export.output import REPORT_FILE, check_output, check_space, clear_what_was_left, output_directory
+from vha_paddle.export.plan import NUMPY_DTYPES
+from vha_paddle.export.prepare import Export, open_for_export, prepare_export
+from vha_paddle.export.writer import MAX_SHARD_BYTES, Progress, write_weights
+from vha_paddle.fold import convert_state
+from vha_paddle.names import to_hf
+from vha_paddle.sources.base import Source
+from vha_paddle.sources.digests import Digests
+from vha_paddle.tensor_file import FileRecord
 
 
-@dataclass(frozen=True)
-class Source:
-    """A checkpoint known to be exportable: intact, of the right kind, with exactly the model's tensors."""
-
-    checkpoint: Checkpoint
-    tensors: LogicalTensors
-    tokenizer: TokenizerExport
+class Outcome(Protocol):
+    """What a verification gives."""
 
     @property
-    def model(self) -> Model:
-        """As it was trained."""
-        return self.checkpoint.recipe.model
+    def fault(self) -> str | None:
+        """What is not as it must be."""
+
+    def figures(self) -> dict[str, Any]:
+        """JSON values for the report."""
+
+    def describe(self) -> str:
+        """The same in a few lines."""
 
 
-def open_source(checkpoint: Path, plain: bool) -> Source:
-    """Open a checkpoint for export and check all that can be checked without reading the weights.
-
-    Args:
-        checkpoint: its directory, or a run's, whose newest is taken.
-        plain: whether a model without Premix and Postmix is meant, which is exported as it is.
-
-    Raises:
-        UserError: no checkpoint, a damaged one, a model that no stock class computes or whose maps do not fold, one
-            whose kind does not go with `plain`, tensors missing or unexpected, or a tokenizer that does not convert.
-    """
-    if (checkpoint / REPORT_FILE).is_file():
-        raise UserError(f"{checkpoint}: is an export, folded already; give the checkpoint it came from")
-    opened = layout.open_checkpoint(checkpoint)
-    model = opened.recipe.model
-    stock_class(model, str(opened.path))
-    check_foldable(model, str(opened.path))
-    if not model.has_maps and not plain:
-        raise UserError(
-            f"{opened.path}: model.attention.kind={model.attention.kind} is plain already, nothing to fold; "
-            "add --plain to export it as it is"
-        )
-    if model.has_maps and plain:
-        raise UserError(
-            f"{opened.path}: layers of kind=vha hold Premix and Postmix, which no stock model does; drop --plain to "
-            "fold them"
-        )
-    tensors, expected = opened.model_tensors(), expected_tensors(model)
-    account(tensors, expected, str(tensors.path))
-    for name, entry in tensors.entries.items():
-        check_shape(name, entry.shape, expected[name], str(tensors.path))
-        if DTYPE_NAMES[entry.dtype] not in _FLOATING:
-            raise UserError(f"{tensors.path}: {name} holds {entry.dtype}; the tensors must be floating point")
-    tokenizer = TokenizerExport(opened.tokenizer_path)
-    if tokenizer.special.vocab_size > model.vocab_size:
-        raise UserError(
-            f"{opened.tokenizer_path}: {tokenizer.special.vocab_size} ids, more than model.vocab_size="
-            f"{model.vocab_size}; the tokenizer belongs to another model"
-        )
-    return Source(opened, tensors, tokenizer)
+Verify = Callable[[Source, Path], Outcome]
+"""From the checkpoint and the exported directory to the comparison of the two models."""
 
 
 def export_checkpoint(
@@ -107,120 +61,119 @@ def export_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Fold a checkpoint (with `plain`, copy one without maps) into a directory that stock clients load.
+    """`write_export` of what lies at `checkpoint`: of a run directory the newest. Raises as the functions it calls."""
+    check_output(out, checkpoint, overwrite)
+    export = prepare_export(open_for_export(checkpoint), dtype, plain=plain)
+    return write_export(
+        export, out, overwrite=overwrite, verify=verify, max_shard_bytes=max_shard_bytes, progress=progress
+    )
+
+
+def write_export(
+    export: Export,
+    out: Path,
+    *,
+    overwrite: bool = False,
+    verify: Verify | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress = lambda done, total: None,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Fold a checkpoint (or copy one without maps) into a directory that clients load.
 
     `out` appears complete, and after verification, or not at all. The same checkpoint gives the same bytes.
 
     Args:
         out: the directory to make; with `overwrite` it may hold an earlier export, replaced at the very end.
-        dtype: of every exported tensor. The fold is computed in float64 and rounded once.
         verify: compares the finished files with the checkpoint; its figures go into the card and the report.
+        say: told, a line each, what killed runs had left and what was done with it.
 
     Returns:
         The report that is also written as `fold_report.json`.
 
     Raises:
-        UserError: as `open_source` and `check_output`; weights not finite or beyond the range of `dtype`.
+        UserError: as `check_output`; weights not finite or beyond the range of the dtype; a file of the checkpoint is
+            damaged.
         RunError: the verification exceeds its bound, or the directory cannot be written.
     """
-    check_output(out, overwrite)
-    source = open_source(checkpoint, plain)
-    if out.resolve().is_relative_to(source.checkpoint.path.resolve()):
-        raise UserError(f"{out}: lies inside the checkpoint; name a directory outside it")
-    planned = plan_export(source.model, dtype)
+    source, plan = export.source, export.plan
     try:
-        with output_directory(out, overwrite) as directory:
-            stream = _hf_tensors(source, dtype)
-            write_hf_model(directory, source.model, planned, stream, source.tokenizer, max_shard_bytes, progress)
-            verification = verify(source.checkpoint.path, directory) if verify is not None else None
-            if verification is not None and verification.fault is not None:
-                raise RunError(f"verification failed in {dtype}: {verification.fault}; nothing was kept")
-            report = _report(source, planned, directory, verification)
+        for line in clear_what_was_left(out):
+            say(line)
+        check_output(out, source.path, overwrite)
+        check_space(out, plan.num_bytes)
+        with output_directory(out, source.path, overwrite) as directory:
+            with Digests(source) as digests:
+                with ReadAhead(source.weights) as state:
+                    stream = _tensors(export, state)
+                    weights = write_weights(directory, plan.targets, stream, max_shard_bytes, progress)
+                    state.check_all_read()
+                source_files = digests.result()
+            _write_settings(export, directory)
+            outcome = verify(source, directory) if verify is not None else None
+            if outcome is not None and outcome.fault is not None:
+                raise RunError(f"verification failed in {export.dtype}: {outcome.fault}; nothing was kept")
+            report = _report(export, _files(directory, weights), source_files, outcome)
             write_json(directory / REPORT_FILE, report)
-            card = model_card(report, source.checkpoint.recipe)
+            card = model_card(report, export.target, source.model, source.recipe)
             (directory / "README.md").write_text(card, encoding="utf-8")
     except OSError as error:
         raise RunError(f"{out}: cannot be written ({error})") from None
     return report
 
 
-def describe_report(report: dict[str, Any], out: Path) -> str:
-    """The report in one or two lines."""
-    line = f"wrote {out}: {report['tensors']} tensors, {report['bytes']:,} bytes in {report['dtype']}"
-    figures = report["verification"]
-    if figures is None:
-        return f"{line}; logits not compared (--verify)"
-    line += f"\nlogits differ by {figures['relative']:.2e} of the largest, allowed {figures['bound']:.1e}"
-    if figures["fold_relative"] is not None:
-        line += f"; before rounding by {figures['fold_relative']:.2e}, allowed {BOUNDS['float32']:.1e}"
-    return line
+def _tensors(export: Export, state: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    """The exported tensors, in the order of the plan."""
+    source, target = export.source, export.target
+    dtype = None if export.dtype == "fp8" else NUMPY_DTYPES[export.dtype]
+    quantised = fp8.quantised_tensors(target.tensors)
+    for name, array in convert_state(state, source.model, target.model, dtype, str(source.path)):
+        for hf_name, matrix in to_hf(name, array, target.naming):
+            if dtype is None:
+                yield from fp8.stored_arrays(hf_name, matrix, quantised)
+            else:
+                yield hf_name, matrix
+            del matrix
+        del array  # not to be held while the next one is read
 
 
-class _State(Mapping[str, np.ndarray]):
-    """The tensors of a checkpoint, each read when it is asked for."""
-
-    def __init__(self, tensors: LogicalTensors) -> None:
-        self._tensors = tensors
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self._tensors.array(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors.entries)
+def _write_settings(export: Export, directory: Path) -> None:
+    """Configuration and tokenizer."""
+    special = export.tokenizer.special if export.tokenizer is not None else None
+    is_folded = export.target.model != export.source.model
+    write_json(directory / "config.json", hf_config(export.target, export.dtype, special, is_folded))
+    if export.tokenizer is not None:
+        write_json(directory / "generation_config.json", generation_config(export.tokenizer.special))
+        export.tokenizer.write(directory, export.source.model.max_position_embeddings)
 
 
-def folded_tensors(tensors: LogicalTensors, model: Model, dtype: ExportDtype) -> Iterator[tuple[str, np.ndarray]]:
-    """A checkpoint's tensors under our names, folded if `model` has maps, one at a time in the order of the plan."""
-    convert = fold_state if model.has_maps else copy_state
-    yield from convert(_State(tensors), model, NUMPY_DTYPES[dtype], str(tensors.path))
-
-
-def _hf_tensors(source: Source, dtype: ExportDtype) -> Iterator[tuple[str, np.ndarray]]:
-    """The exported tensors."""
-    for name, array in folded_tensors(source.tensors, source.model, dtype):
-        yield from to_hf(name, array)
-
-
-def _kinds(model: Model) -> str:
-    """The attention that was trained: its kind, or both of a hybrid's."""
-    return " and ".join(dict.fromkeys(attention.kind for attention in model.attentions))
+def _files(directory: Path, weights: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
+    """Size and digest of every file: of the weights those that were taken while they were written."""
+    names = sorted(path.name for path in directory.iterdir())
+    return {name: weights[name] if name in weights else record_of(directory / name) for name in names}
 
 
 def _report(
-    source: Source, planned: list[PlannedTensor], directory: Path, verification: Verification | None
+    export: Export, files: Mapping[str, FileRecord], source_files: Mapping[str, str], outcome: Outcome | None
 ) -> dict[str, Any]:
     """Where the export came from, what was done, what came out."""
-    recipe, state = source.checkpoint.recipe, source.checkpoint.state
-    served = sum(tensor.num_bytes for tensor in planned)
-    dtype = planned[0].dtype
-    folded = [tensor for tensor in planned if len(tensor.sources) > 1]
+    source, target, plan = export.source, export.target, export.plan
+    kinds = dict.fromkeys(attention.kind for attention in source.model.attentions)  # two of some hybrids
     return {
         "vha_paddle": vha_paddle.__version__,
-        "source": {
-            "run": recipe.run.name,
-            "checkpoint": source.checkpoint.path.resolve().name,
-            "step": state.step,
-            "tokens": state.tokens,
-            "samples": state.samples,
-            "seed": state.seed,
-            "sequence_length": recipe.data.sequence_length,
-            "vha_paddle": state.version,
-            "manifest_sha256": layout.sha256_of(source.checkpoint.path / layout.MANIFEST_FILE),
-            "attention": _kinds(source.model),
-            "parameters": parameters(recipe.model).total,
-        },
-        "dtype": dtype,
-        "parameters": served // NUMPY_DTYPES[dtype].itemsize,
-        "tensors": len(planned),
-        "bytes": served,
-        "folded": {tensor.name: list(tensor.sources) for tensor in folded},
+        "kind": source.kind,
+        "source": {**source.provenance, "attention": " and ".join(kinds)},
+        "source_files": dict(source_files),
+        "left_out": dict(plan.left_out),
+        "warnings": export.warnings,
+        "architecture": target.stock.architecture,
+        "fold": export.fold,
+        "dtype": export.dtype,
+        "parameters": parameters(target.model).total,
+        "tensors": len(plan.targets),
+        "bytes": plan.num_bytes,
+        "folded": {tensor.name: list(tensor.sources) for tensor in plan.targets if len(tensor.sources) > 1},
         "kv_cache_bytes_per_token_per_layer": cache_bytes(source.model),
-        "verification": verification.figures() if verification is not None else None,
-        "files": {
-            path.name: {"bytes": path.stat().st_size, "sha256": layout.sha256_of(path)}
-            for path in sorted(directory.iterdir())
-        },
+        "verification": outcome.figures() if outcome is not None else None,
+        "files": {name: {"bytes": record.bytes, "sha256": record.sha256} for name, record in files.items()},
     }

@@ -1,4 +1,8 @@
-"""A SentencePiece BPE model as a Hugging Face tokenizer that gives the same ids for every text.
+"""A checkpoint's tokenizer as the files that Hugging Face clients read.
+
+A Hugging Face tokenizer is copied byte for byte, except for the two spellings of `tokenizer_config.json` that
+transformers 5 writes and transformers 4 stops at. A SentencePiece BPE model becomes a Hugging Face tokenizer that gives
+the same ids for every text, as follows.
 
 Both encoders start from single characters and merge neighbours until nothing merges. SentencePiece merges any
 two neighbours whose concatenation is a piece, highest score first, leftmost among equals. A fast tokenizer
@@ -17,6 +21,7 @@ its bytes as `vha_paddle.data.Tokenizer` encodes it. And text that spells a spec
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -25,31 +30,78 @@ import tokenizers
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import decoders, models
 
-from vha_paddle.data.tokenizer import SPACE_SYMBOL, Tokenizer
+from vha_paddle.data.hf_tokenizer import GENERAL_CLASS, as_json
+from vha_paddle.data.sentencepiece_tokenizer import SPACE_SYMBOL, SentencePieceTokenizer
+from vha_paddle.data.tokenizer import load_tokenizer
+from vha_paddle.data.tokenizer_files import HF_CONFIG_FILE, HF_FILE, HF_SPECIAL_FILE
 from vha_paddle.errors import UserError
-from vha_paddle.export.config import SpecialTokens, write_json
+from vha_paddle.export.config import SpecialTokens
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model")
+V5_CLASS = "TokenizersBackend"
+"""What transformers 5 calls the class that it and transformers 4 know as `GENERAL_CLASS`."""
 
 _Piece = sentencepiece_model_pb2.ModelProto.SentencePiece
 _SPECIAL = (_Piece.UNKNOWN, _Piece.CONTROL)
 
 
 class TokenizerExport:
-    """A checkpoint's tokenizer, converted once; `write` puts its files into a directory.
+    """A checkpoint's tokenizer, converted where it must be; `write` puts its files into a directory.
 
     Raises:
-        UserError: the file is no SentencePiece BPE model with byte fallback, or one without an order.
+        UserError: `path` is no tokenizer, or a SentencePiece model that is no BPE with byte fallback or has no order.
     """
 
     def __init__(self, path: Path) -> None:
-        self._original = Tokenizer.load(path)
+        self._tokenizer = load_tokenizer(path)
+        self._converted: ConvertedSentencePiece | None = None
+        if isinstance(self._tokenizer, SentencePieceTokenizer):
+            self._converted = ConvertedSentencePiece(self._tokenizer, path)
+        self.special = SpecialTokens(self._tokenizer.eos_id, self._tokenizer.pad_id, self._tokenizer.vocab_size)
+
+    def write(self, directory: Path, max_length: int) -> None:
+        """Write the files; `max_length` is the model's longest sequence in tokens."""
+        files = dict(self._tokenizer.files)
+        if self._converted is not None:
+            files |= self._converted.files(max_length)
+        else:
+            files[HF_CONFIG_FILE] = _config_for_all(files.get(HF_CONFIG_FILE))
+        for name, content in files.items():
+            (directory / name).write_bytes(content)
+
+
+def _config_for_all(content: bytes | None) -> bytes:
+    """A tokenizer_config.json that transformers 4 and 5 both read: as it is, where it is one."""
+    config = json.loads(content) if content is not None else {}
+    changed = dict(config)
+    if changed.get("tokenizer_class") in (None, V5_CLASS):
+        changed["tokenizer_class"] = GENERAL_CLASS
+    if isinstance(changed.get("extra_special_tokens"), list):  # transformers 4 has an object under this name
+        changed["additional_special_tokens"] = changed.pop("extra_special_tokens")
+    return content if content is not None and changed == config else as_json(changed)
+
+
+class ConvertedSentencePiece:
+    """A SentencePiece model, read once as merges.
+
+    Raises:
+        UserError: it is no BPE model with byte fallback, or one without an order.
+    """
+
+    def __init__(self, original: SentencePieceTokenizer, path: Path) -> None:
         model = sentencepiece_model_pb2.ModelProto()
-        model.ParseFromString(self._original.model_bytes)
+        model.ParseFromString(original.model_bytes)
         _check(model, path)
-        self._pieces = model.pieces
+        self._original, self._pieces = original, model.pieces
         self._merges = _merges(model, path)
-        self.special = SpecialTokens(self._original.eos_id, self._original.pad_id, self._original.vocab_size)
+
+    def files(self, max_length: int) -> dict[str, bytes]:
+        """The files that the conversion makes."""
+        return {
+            # One line; `save` would indent the vocabulary to twice the size.
+            HF_FILE: self.fast_tokenizer().to_str().encode(),
+            HF_CONFIG_FILE: as_json(self._config(max_length)),
+            HF_SPECIAL_FILE: as_json(self._special_names()),
+        }
 
     def fast_tokenizer(self) -> tokenizers.Tokenizer:
         """The tokenizer that `tokenizer.json` holds."""
@@ -63,17 +115,9 @@ class TokenizerExport:
         fast.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in special])
         return fast
 
-    def write(self, directory: Path, max_length: int) -> None:
-        """Write `TOKENIZER_FILES`; `max_length` is the model's longest sequence in tokens."""
-        # One line; `save` would indent the vocabulary to twice the size.
-        (directory / "tokenizer.json").write_text(self.fast_tokenizer().to_str(), encoding="utf-8")
-        (directory / "tokenizer.model").write_bytes(self._original.model_bytes)
-        write_json(directory / "tokenizer_config.json", self._config(max_length))
-        write_json(directory / "special_tokens_map.json", self._special_names())
-
     def _special_names(self) -> dict[str, str]:
         unknown = next(piece.piece for piece in self._pieces if piece.type == _Piece.UNKNOWN)
-        eos, pad = (self._pieces[token_id].piece for token_id in (self.special.eos_id, self.special.pad_id))
+        eos, pad = (self._pieces[token_id].piece for token_id in (self._original.eos_id, self._original.pad_id))
         return {"eos_token": eos, "pad_token": pad, "unk_token": unknown}
 
     def _config(self, max_length: int) -> dict[str, Any]:
@@ -92,7 +136,7 @@ class TokenizerExport:
             "model_input_names": ["input_ids", "attention_mask"],  # transformers 4 would add token_type_ids
             "model_max_length": max_length,
             "split_special_tokens": True,
-            "tokenizer_class": "PreTrainedTokenizerFast",  # the one name that transformers 4 and 5 both know
+            "tokenizer_class": GENERAL_CLASS,
         }
 
 

@@ -10,9 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from vha_paddle.checkpoint.layout import MANIFEST_FILE, METRICS_FILE, list_steps, open_checkpoint
+from vha_paddle.checkpoint.layout import MANIFEST_FILE, METRICS_FILE, list_steps
 from vha_paddle.errors import UserError
 from vha_paddle.maps import MEASURES, MEASURES_OF_GROUPS, layer_figures, map_of, record_of
+from vha_paddle.sources.base import Source
+from vha_paddle.sources.own import open_own
+from vha_paddle.sources.unfolded import is_unfolded, open_unfolded
 
 Maps = dict[int, dict[str, np.ndarray]]
 """Layer to its maps by short name, float64."""
@@ -33,7 +36,8 @@ class MapReport:
 
 
 def read_report(path: Path) -> MapReport:
-    """Read a checkpoint, a run directory (its newest checkpoint and its metrics), or a metrics.jsonl.
+    """Read a checkpoint, a run directory (its newest checkpoint and its metrics), an unfolded directory, or a
+    metrics.jsonl.
 
     Raises:
         UserError: it is none of these, is damaged, or knows of no maps.
@@ -45,21 +49,23 @@ def read_report(path: Path) -> MapReport:
     history = read_history(metrics) if is_run and metrics.is_file() else []
     if is_run and metrics.is_file() and not list_steps(path):
         return _of_history(metrics, history)
-    checkpoint = open_checkpoint(path)
+    source = open_unfolded(path) if is_unfolded(path) else open_own(path)
+    maps = _maps_of(source)
+    record = record_of({layer: layer_figures(of_layer) for layer, of_layer in maps.items()})
+    return MapReport(str(source.path), source.provenance.get("step", 0), record, maps, history)
+
+
+def _maps_of(source: Source) -> Maps:
     maps: Maps = {}
-    tensors = checkpoint.model_tensors()
-    for name in tensors:
+    for name in source.weights.specs:
         found = map_of(name)
         if found is not None:
             layer, short = found
-            maps.setdefault(layer, {})[short] = tensors.array(name).astype(np.float64)
+            maps.setdefault(layer, {})[short] = source.weights.read(name).astype(np.float64)
     if not maps:
-        kind = checkpoint.recipe.model.attention.kind
-        raise UserError(
-            f"{checkpoint.path}: model.attention.kind={kind} has no Premix and no Postmix; give a VHA model"
-        )
-    record = record_of({layer: layer_figures(of_layer) for layer, of_layer in maps.items()})
-    return MapReport(str(checkpoint.path), checkpoint.state.step, record, maps, history)
+        kind = source.model.attention.kind
+        raise UserError(f"{source.path}: model.attention.kind={kind} has no Premix and no Postmix; give a VHA model")
+    return maps
 
 
 def read_history(path: Path) -> list[tuple[int, dict[str, list[Any]]]]:

@@ -63,6 +63,9 @@ class Source:
     """A file or directory for `data.tokenizer`; None where the checkpoint has none."""
     provenance: Mapping[str, Any]
     """What the report and the model card say of it: JSON values, by name."""
+    files: Mapping[str, str | None] = field(default_factory=dict)
+    """The files that all of this is read from, by their paths below `path`, each with the SHA-256 that the checkpoint
+    states for it; None where it states none. Whoever reads the tensors compares them (`sources.digests`)."""
     recipe: Recipe | None = None
     """Of checkpoints that a run of this package wrote."""
     warnings: tuple[str, ...] = field(default=())

@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from vha_paddle.checkpoint.layout import MANIFEST_FILE, Checkpoint, open_checkpoint, open_without_digests, sha256_of
+from vha_paddle.checkpoint.layout import (
+    MANIFEST_FILE,
+    Checkpoint,
+    open_checkpoint,
+    open_without_digests,
+    other_files,
+    sha256_of,
+)
 from vha_paddle.checkpoint.logical import LogicalTensors
 from vha_paddle.counts import parameters
 from vha_paddle.errors import UserError
@@ -49,27 +56,38 @@ class OwnWeights:
             self.specs[name] = WeightSpec(shape, entry.dtype, (stored,))
             self._found[name] = tensors
 
+    @property
+    def files(self) -> set[str]:
+        """Names of the files that anything is read from: none of an optimizer's where it has no masters."""
+        found = self._found.items()
+        pieces = (tensors.entries[self.specs[name].stored[0]].pieces for name, tensors in found)
+        return {piece.file.path.name for each in pieces for piece in each}
+
     def read(self, name: str) -> np.ndarray[Any, Any]:
-        return np.array(self._found[name].array(self.specs[name].stored[0]))
+        return self._found[name].read(self.specs[name].stored[0])
 
 
 def open_own(path: Path, with_digests: bool = True) -> Source:
     """A checkpoint of this package, or the newest of a run directory.
 
     Args:
-        with_digests: whether the files are compared with the manifest's digests, which reads them all.
+        with_digests: whether all files are compared with the manifest's digests before anything else, which reads
+            them. An export compares what it reads while it reads (`Source.files`).
 
     Raises:
         UserError: there is none, it is incomplete or damaged, or its tensors are not its recipe's.
     """
     checkpoint = open_checkpoint(path) if with_digests else open_without_digests(path)
+    weights = OwnWeights(checkpoint)
+    read = weights.files | set(other_files(checkpoint.files))
     return Source(
         path=checkpoint.path,
         kind=KIND,
         model=checkpoint.recipe.model,
-        weights=OwnWeights(checkpoint),
+        weights=weights,
         tokenizer=checkpoint.tokenizer_path,
         provenance=_provenance(checkpoint),
+        files={name: checkpoint.files[name].sha256 for name in sorted(read)},
         recipe=checkpoint.recipe,
     )
 
