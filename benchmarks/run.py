@@ -15,6 +15,9 @@ SCRIPTS = (
     "peers.py",
     "moe.py",
     "checkpoint.py",
+    "loader.py",
+    "fold_export.py",
+    "prepare_data.py",
     "scaling.py",
 )
 

@@ -84,13 +84,16 @@ class Case:
     model: dict[str, Any] = field(default_factory=dict)
     """Keys of the `model` section beside those above, or in their place."""
     fp8: str = "none"
+    eod_id: int | None = None
+    """Attention keeps to the documents that this token ends; None is no mask."""
 
     @property
     def has_oracle(self) -> bool:
         """Whether `spec` describes the whole model."""
         sections = self.recipe().model
         kinds = {attention.kind for attention in sections.attentions}
-        return kinds <= {"grouped", "vha"} and sections.experts is None and self.fp8 == "none"
+        is_plain = sections.experts is None and self.fp8 == "none" and self.eod_id is None
+        return kinds <= {"grouped", "vha"} and is_plain
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -276,6 +279,15 @@ BIAS_LAYOUTS = (
     "pipeline_2",
     "sharding_2_stage_3",
 )
+# What cuts the positions of documents, or runs other sequences meanwhile.
+DOCUMENT_LAYOUTS = (
+    "tensor_2",
+    "tensor_2_sequence",
+    "context_2",
+    "tensor_2_sequence_context_2",
+    "pipeline_2",
+    "sharding_2_stage_3",
+)
 # What cuts experts, and what cuts the tokens that are counted.
 EXPERT_LAYOUTS = (
     "tensor_2",
@@ -424,6 +436,28 @@ CASES = (
         model=_experts(6, 2, 10, capacity_factor=1.0),
     ),
     Case(
+        "documents_vha_full_gqa_sliding",
+        _vha(8, 2, 3) | {"output_gate": "before_postmix"},
+        tied=True,
+        decay_target="identity",
+        recompute="full",
+        dropout=0.1,
+        model=_hybrid(3, _grouped(4, 4)),
+        layouts=DOCUMENT_LAYOUTS,
+        eod_id=0,
+    ),
+    Case("documents_gqa_8_layers", _grouped(8, 2), tied=False, layers=8, layouts=("pipeline_4_virtual_2",), eod_id=0),
+    Case("documents_mla", _mla(14), tied=True, recompute="selective", layouts=("context_2",), eod_id=0),
+    Case(
+        "documents_mfa",
+        {"kind": "mfa", "num_attention_heads": 4, "q_lora_rank": 14},
+        tied=True,
+        layouts=("context_2",),
+        eod_id=0,
+    ),
+    Case("documents_gva", _gva(8, 2), tied=True, layouts=("context_2",), eod_id=0),
+    Case("documents_dcmha", _dcmha(8, 4, 2), tied=True, layouts=("tensor_2_sequence_context_2",), eod_id=0),
+    Case(
         # sizes of which every tensor rank has whole tiles; the ranks of the other axes share out whole microbatches
         "gqa_fp8",
         _grouped(4, 2) | {"head_dim": 128, "attention_bias": True},
@@ -437,10 +471,12 @@ CASES = (
 
 
 def batches(case: Case) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The same global batches for every layout."""
+    """The same global batches for every layout. Where documents matter every fourth token ends one."""
     generator = np.random.default_rng(len(case.name))
     for _ in range(NUM_STEPS):
         tokens = generator.integers(0, VOCAB, (GLOBAL_BATCH, SEQUENCE + 1))
+        if case.eod_id is not None:
+            tokens[generator.random(tokens.shape) < 0.25] = case.eod_id
         yield tokens[:, :-1], tokens[:, 1:]
 
 

@@ -34,8 +34,10 @@ ranks itself where no launcher did. run.name gets the ending _reduced. A run tha
 is of the same model and data, else refused.
 
 The run directory (run.output) holds metrics.jsonl (one JSON object per step), recipe.yaml (the recipe as it ran)
-and checkpoints/. Starting the same command again continues from the newest complete checkpoint.
-exit codes: 0 done, 1 the run failed, 2 the recipe or the command line is wrong (nothing was written).
+and checkpoints/. Starting the same command again continues from the newest whole checkpoint. SIGTERM or SIGINT saves
+after the step under way and ends. What to do after each failure: docs/running.md.
+exit codes: 0 done, 1 the run failed, 2 the recipe or the command line is wrong (nothing was written), 75 a signal asked
+for the end (saved), 143 or 130 a second signal (not saved).
 """
 
 
@@ -52,7 +54,7 @@ def dry_run(recipe: Recipe, as_json: bool) -> str:
     return "\n".join([counts.render(figures), *memory_table({"worst": fullest}), more])
 
 
-def prepare_reduced_run(recipe: Recipe) -> None:
+def prepare_reduced_run(recipe: Recipe, allow_changed: list[str]) -> None:
     """Make the data of reduced runs if the recipe reads it; without a launcher, become one where ranks are needed."""
     from vha_paddle.data.builtin import ensure_builtin_data
     from vha_paddle.train.reduced import check_earlier_run
@@ -61,7 +63,7 @@ def prepare_reduced_run(recipe: Recipe) -> None:
         ensure_builtin_data(Path(DATA), VOCAB_SIZE)
     if LAUNCHED_RANK in os.environ:
         return
-    check_earlier_run(recipe)
+    check_earlier_run(recipe, allow_changed)
     if recipe.num_ranks > 1:
         quiet = ["-W", "ignore:No ccache found", "-m", "paddle.distributed.launch", "--log_level", "WARNING"]
         ranks = ["--nproc_per_node", str(recipe.num_ranks), "--log_dir", f"{recipe.run.output}/logs"]
@@ -81,6 +83,13 @@ def main() -> None:
     parser.add_argument(
         "--reduced", action="store_true", help="make the recipe small enough for this machine, see below"
     )
+    parser.add_argument(
+        "--allow-changed",
+        action="append",
+        default=[],
+        metavar="section.key",
+        help="let this key differ from the recipe of the checkpoint that is continued; may be repeated",
+    )
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--print-config", action="store_true", help="print the resolved recipe and stop")
     action.add_argument("--dry-run", action="store_true", help="print what would run (sizes, steps, memory) and stop")
@@ -95,7 +104,7 @@ def main() -> None:
 
         recipe, changes = load_reduced(arguments.recipe, arguments.overrides)
         if not (arguments.print_config or arguments.dry_run):
-            prepare_reduced_run(recipe)
+            prepare_reduced_run(recipe, arguments.allow_changed)
         if os.environ.get(LAUNCHED_RANK, "0") == "0":
             print("\n".join(changes), file=sys.stderr, flush=True)  # stdout is for --print-config and --json
     else:
@@ -107,7 +116,7 @@ def main() -> None:
     else:
         from vha_paddle.train.run import run
 
-        run(recipe)
+        run(recipe, arguments.allow_changed)
 
 
 if __name__ == "__main__":

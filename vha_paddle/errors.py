@@ -19,6 +19,12 @@ class RunError(Exception):
     exit_code = 1
 
 
+class Interrupted(Exception):
+    """A signal asked for the end: what was done is saved, and the same command continues it."""
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h
+
+
 def run_tool(main: Callable[[], None]) -> None:
     """Run a command-line entry point; a `UserError` or `RunError` becomes one line on stderr and its exit code."""
     try:
@@ -26,6 +32,9 @@ def run_tool(main: Callable[[], None]) -> None:
     except (UserError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except Interrupted as interruption:
+        print(interruption, file=sys.stderr)
+        sys.exit(interruption.exit_code)
     except BrokenPipeError:  # the reader of our stdout (`| head`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:

@@ -34,6 +34,9 @@ Held = Literal["split", "partial", "stream"]
 
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
+GROUPS = ("embedding", "attention", "premix", "postmix", "feed_forward", "router", "experts", "norms", "head")
+"""Kinds of parameters, whose gradient norms a run records."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
@@ -256,3 +259,15 @@ def _experts(experts: MixtureOfExperts, D: int) -> Iterator[TensorSpec]:
     yield TensorSpec(name="experts.down_proj", shape=(E, F, D), held="split", is_expert=True)
     if experts.shared_expert_intermediate_size:
         yield from _swiglu("shared_expert.", D, experts.shared_expert_intermediate_size)
+
+
+def group_of(name: str) -> str:
+    """Which of `GROUPS` a parameter belongs to, by its canonical name: `attention` holds the projections with their
+    biases and what maps other kinds than VHA have, `feed_forward` also the shared expert."""
+    if name in (EMBEDDING, LM_HEAD):
+        return "embedding" if name == EMBEDDING else "head"
+    if "norm" in name:
+        return "norms"
+    if ".self_attn." in name:
+        return "premix" if name.endswith(".premix") else "postmix" if ".postmix_" in name else "attention"
+    return "router" if ".mlp.gate." in name else "experts" if ".mlp.experts." in name else "feed_forward"

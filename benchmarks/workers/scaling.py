@@ -68,7 +68,7 @@ def prepare(layout: str):  # noqa: ANN201
     mesh = start_mesh(recipe.parallel, recipe.num_ranks)
     model = build_model(recipe, mesh, "float32")
     optimizer = Optimizer(model.parameters(), recipe, mesh)
-    tokens_BS = np.random.default_rng(0).integers(0, 2048, (8, 513))
+    tokens_BS = np.random.default_rng(0).integers(0, 2048, (8, 513))[mesh.own_rows(8)]
 
     def step() -> None:
         train_step(model, optimizer, tokens_BS[:, :-1], tokens_BS[:, 1:], 0, 1, 1e-4, 1.0, mesh)

@@ -233,3 +233,22 @@ def test_a_gigantic_tensor_is_refused_before_anything_is_allocated(tmp_path: Pat
     write(tmp_path / "a", {"x": (HALF, claim)})
     with pytest.raises(UserError, match="a part is missing"):
         opened(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(("degree", "expert_degree"), [(1, 1), (2, 1), (4, 2)])
+def test_a_tensor_is_read_into_memory_of_its_own(tmp_path: Path, degree: int, expert_degree: int, dtype: Any) -> None:
+    """What has been read stays when the files are overwritten, as no mapping of them would."""
+    tensors = write_ranks(tmp_path, degree, dtype, expert_degree)
+    read = {name: tensors.read(name) for name in NAMES}
+    for path in tmp_path.iterdir():
+        with open(path, "rb+") as file:
+            file.write(bytes(path.stat().st_size))
+    for name, array in read.items():
+        np.testing.assert_array_equal(array, logical(name, dtype), err_msg=name)
+        assert array.flags.writeable
+
+
+def test_a_tensor_that_is_not_there_is_not_read(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="tensor absent is missing"):
+        write_ranks(tmp_path, 2).read("absent")

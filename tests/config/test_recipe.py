@@ -248,6 +248,12 @@ def test_comparing_ranks_needs_more_than_one() -> None:
     assert "has no effect with one" in error_of("parallel.tensor=1", "debug.check_ranks_interval=5")
 
 
+def test_keeping_some_checkpoints_for_ever_needs_an_interval() -> None:
+    assert load_recipe(QUICKSTART, ["checkpoint.keep_every_tokens=1e6"]).checkpoint.keep_every_tokens == 10**6
+    error = error_of("checkpoint.keep_every_tokens=1000", "checkpoint.interval=null")
+    assert error.startswith("checkpoint.keep_every_tokens=1000: has no effect without checkpoint.interval")
+
+
 def test_data_ranks_divide_the_global_batch() -> None:
     recipe = load_recipe(QUICKSTART, ["parallel.data=2", "parallel.sharding=2", "data.micro_batch_size=1"])
     assert (recipe.num_ranks, recipe.num_data_ranks, recipe.num_microbatches) == (8, 4, 1)

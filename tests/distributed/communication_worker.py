@@ -110,7 +110,8 @@ def run(recipe: Recipe, mesh: Mesh, traffic: Traffic, chunks: Passes) -> dict[st
     shape = (recipe.data.global_batch_size, recipe.data.sequence_length)
     tokens_BS, labels_BS = (generator.integers(0, recipe.model.vocab_size, shape) for _ in range(2))
     traffic.take()
-    accumulate_gradients(model, tokens_BS, labels_BS, 0, recipe.data.micro_batch_size, mesh)
+    own, size = mesh.own_rows(len(tokens_BS)), recipe.data.micro_batch_size
+    accumulate_gradients(model, tokens_BS[own], labels_BS[own], own.start, size, mesh)
     passes = traffic.take()
     complete_gradients(optimizer.parameters, mesh)
     clip_by_global_norm(optimizer.parameters, recipe.optim.max_grad_norm, mesh)

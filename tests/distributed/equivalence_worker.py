@@ -13,6 +13,7 @@ import numpy as np
 import paddle
 
 from tests.cases import CASES, GLOBAL_BATCH, NUM_STEPS, Case, batches
+from tests.tensor_files import create_tensors, mapped_tensors
 from vha_paddle.checkpoint.load import load_parameters
 from vha_paddle.checkpoint.logical import LogicalTensors
 from vha_paddle.checkpoint.save import host_array
@@ -25,7 +26,8 @@ from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.parallel.ownership import answered_for
 from vha_paddle.parallel.placement import info_of
 from vha_paddle.parallel.start import start_mesh
-from vha_paddle.tensor_file import create_tensors, fill_tensors, read_tensors
+from vha_paddle.tensor_file import read_tensors
+from vha_paddle.tensors import GROUPS
 from vha_paddle.train.optimizer import Optimizer
 from vha_paddle.train.step import accumulate_gradients
 
@@ -44,42 +46,44 @@ def run_case(case: Case, directory: Path, layout: str, dtype: str, mesh: Mesh) -
             f"{what}/{name}": (kind, start.array(name).shape) for what in ("gradient", "weight") for name in start
         }
         tensors |= {name: (np.dtype(np.float64), (NUM_STEPS,)) for name in ("losses", "norms")}
+        tensors["group_norms"] = (np.dtype(np.float64), (NUM_STEPS, len(GROUPS)))
         tensors["evaluation"] = (np.dtype(np.float64), (1,))
         tensors |= {f"router/{name}": (array.dtype, array.shape) for name, array in router_state(model).items()}
-        create_tensors(result, tensors, {})
+        create_tensors(result, tensors)
     mesh.barrier()
-    output = fill_tensors(result)
+    output = mapped_tensors(result)
 
     def write(prefix: str, parameter: paddle.Tensor, tensor: paddle.Tensor) -> None:
         info = info_of(parameter)
-        target = output.array(f"{prefix}/{info.name}")
+        target = output[f"{prefix}/{info.name}"]
         info.placement.write_slice(target, host_array(tensor), mesh.seat)
 
     tokens_BS, labels_BS = next(batches(case))
-    held_out = microbatches_of(tokens_BS, labels_BS, 0, recipe.data.micro_batch_size, mesh)
+    own, size = mesh.own_rows(GLOBAL_BATCH), recipe.data.micro_batch_size
+    held_out = microbatches_of(tokens_BS[own], labels_BS[own], own.start, size, mesh, case.eod_id)
     evaluation = mesh.sum_over_batch(float(model.sequence_losses(held_out).sum()))
     if mesh.is_main:
-        output.array("evaluation")[...] = evaluation
+        output["evaluation"][...] = evaluation
     mine = answered_for(optimizer.parameters, mesh)
     for step, (tokens_BS, labels_BS) in enumerate(batches(case)):
-        first, size = step * GLOBAL_BATCH, recipe.data.micro_batch_size
-        loss = accumulate_gradients(model, tokens_BS, labels_BS, first, size, mesh)
+        first = step * GLOBAL_BATCH + own.start
+        loss = accumulate_gradients(model, tokens_BS[own], labels_BS[own], first, size, mesh, eod_id=case.eod_id)
         complete_gradients(optimizer.parameters, mesh)
         if step == 0:
             for parameter in mine:
                 write("gradient", parameter, parameter.grad)
-        norm = clip_by_global_norm(optimizer.parameters, recipe.optim.max_grad_norm, mesh)
+        norms = clip_by_global_norm(optimizer.parameters, recipe.optim.max_grad_norm, mesh)
         optimizer.step(recipe.optim.lr)
         if model.balance is not None:
             model.balance.finish_step()
         if mesh.is_main:
-            output.array("losses")[step], output.array("norms")[step] = loss, norm
+            output["losses"][step], output["norms"][step] = loss, norms.total
+            output["group_norms"][step] = [norms.by_group.get(group, 0.0) for group in GROUPS]
     for parameter in mine:
         write("weight", parameter, parameter)
     if mesh.is_main:
         for name, array in router_state(model).items():
-            output.array(f"router/{name}")[...] = array
-    output.flush()
+            output[f"router/{name}"][...] = array
 
 
 def router_state(model: Decoder | PipelinedDecoder) -> dict[str, np.ndarray]:

@@ -62,7 +62,7 @@ def main() -> None:
     norm = np.sqrt(sum(np.square(gradient).sum() for gradient in whole))
     assert norm > MAX_NORM
     found = clip_by_global_norm(parameters, MAX_NORM, mesh)
-    assert_close(np.array(found), norm, FLOAT64, "norm")
+    assert_close(np.array(found.total), norm, FLOAT64, "norm")
     for one in parameters:
         name = info_of(one).name
         assert_close(one.grad.numpy(), expected[name] * MAX_NORM / norm, FLOAT64, f"{name}, clipped")

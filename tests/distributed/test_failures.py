@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 
 def launch(make_recipe: MakeRecipe, tmp_path: Path, rank: int, what: str) -> tuple[int, str]:
     """Exit code of the launcher, and what it and its ranks said; the misfortune comes in step 4."""
-    recipe = make_recipe(parallel__tensor=2, failure__hang_seconds=10.0)
+    recipe = make_recipe(parallel__tensor=2, failure__hang_seconds=10.0, debug__check_ranks_interval=1)
     path = write_recipe(recipe, tmp_path / "recipe.yaml")
     tied = str(HERE / "tied.py")
     launcher = [sys.executable, tied, "paddle.distributed.launch", "--nproc_per_node", "2"]
@@ -50,6 +50,7 @@ def launch(make_recipe: MakeRecipe, tmp_path: Path, rank: int, what: str) -> tup
         (0, "killed", r"error: rank 0 died \(last heard of in "),
         (1, "hangs", r"error: rank 1 hangs \(step 4, data, for 1"),
         (1, "fails", r"error: rank 1 failed \(step 4, data\): ZeroDivisionError: a bug"),
+        (1, "lacks_memory", r"out of memory \(alloc memory of \d+ size\); the plan's estimate for this rank is "),
     ],
 )
 def test_a_misfortune_ends_the_job_and_is_named(
@@ -58,6 +59,15 @@ def test_a_misfortune_ends_the_job_and_is_named(
     code, output = launch(make_recipe, tmp_path, rank, what)
     assert code != 0
     assert re.search(message, output), output[-3000:]
+
+
+def test_a_loss_that_one_rank_finds_to_be_no_number_is_skipped_by_all(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    code, output = launch(make_recipe, tmp_path, 1, "finds_no_number")
+    assert code == 0, output[-3000:]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "skipped" in line] == [4]
+    assert lines[3]["skipped"].startswith("loss nan and")
+    assert "step 6: ranks agree on every parameter" in output
 
 
 def test_the_seconds_of_the_phases_add_up_to_the_time_of_the_run(make_recipe: MakeRecipe) -> None:

@@ -25,7 +25,7 @@ def losses_and_gradients(case: Case) -> tuple[np.ndarray, dict[str, np.ndarray]]
     for name, parameter in model.named_tensors().items():
         parameter.set_value(paddle.to_tensor(weights[name]))
     tokens_BS, labels_BS = next(batches(case))
-    loss = accumulate_gradients(model, tokens_BS, labels_BS, GLOBAL_BATCH, MICRO_BATCH, Mesh())
+    loss = accumulate_gradients(model, tokens_BS, labels_BS, GLOBAL_BATCH, MICRO_BATCH, Mesh(), eod_id=case.eod_id)
     return np.array(loss), {name: parameter.grad.numpy() for name, parameter in model.named_tensors().items()}
 
 

@@ -425,9 +425,9 @@ def test_the_kernel_gets_what_it_masks(
 @pytest.mark.parametrize(
     ("dtype", "window", "form", "options"),
     [
-        ("bfloat16", 3, "windowed_attention", (3, 0.3)),
-        ("float32", 3, "windowed_attention", (3, 0.3)),
-        ("float32", None, "plain_attention", (None, 0.3)),
+        ("bfloat16", 3, "windowed_attention", (3, 0.3, None)),
+        ("float32", 3, "windowed_attention", (3, 0.3, None)),
+        ("float32", None, "plain_attention", (None, 0.3, None)),
         ("bfloat16", None, "flash_attention", (0.3,)),
     ],
 )

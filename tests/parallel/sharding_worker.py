@@ -100,7 +100,8 @@ def observe_decoder(case: Case, mesh: Mesh) -> dict[str, Any]:
     for parameter in model.parameters():
         parameter.grad = None
     with counted_broadcasts() as sizes:
-        accumulate_gradients(model, tokens_BS, labels_BS, 0, MICRO_BATCH, mesh)
+        own = mesh.own_rows(len(tokens_BS))
+        accumulate_gradients(model, tokens_BS[own], labels_BS[own], own.start, MICRO_BATCH, mesh)
         seen["gathered"] = sum(sizes)
     seen["after_backward"] = held(model)
     seen["gradients"] = names([parameter for parameter in model.parameters() if parameter.grad is not None])

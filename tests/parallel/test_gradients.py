@@ -11,6 +11,8 @@ from tests.tolerances import FLOAT64_FOLD
 from vha_paddle.model.decoder import build_decoder
 from vha_paddle.parallel.gradients import clip_by_global_norm
 from vha_paddle.parallel.mesh import Mesh
+from vha_paddle.parallel.placement import info_of
+from vha_paddle.tensors import group_of
 
 
 @pytest.fixture
@@ -30,7 +32,7 @@ def norm_of(parameters: list[paddle.Tensor]) -> float:
 def test_clipped_gradients_have_the_maximal_norm(parameters: list[paddle.Tensor]) -> None:
     before = norm_of(parameters)
     assert before > 0.01
-    assert clip_by_global_norm(parameters, 0.01, Mesh()) == pytest.approx(before, rel=FLOAT64_FOLD)
+    assert clip_by_global_norm(parameters, 0.01, Mesh()).total == pytest.approx(before, rel=FLOAT64_FOLD)
     assert norm_of(parameters) == pytest.approx(0.01, rel=FLOAT64_FOLD)
 
 
@@ -39,3 +41,14 @@ def test_gradients_within_the_norm_are_left_bit_equal(parameters: list[paddle.Te
     clip_by_global_norm(parameters, 2 * norm_of(parameters), Mesh())
     for parameter, gradient in zip(parameters, before, strict=True):
         assert np.array_equal(parameter.grad.numpy(), gradient)
+
+
+def test_norms_by_group_are_those_of_its_parameters(parameters: list[paddle.Tensor]) -> None:
+    by_group: dict[str, list[paddle.Tensor]] = {}
+    for parameter in parameters:
+        by_group.setdefault(group_of(info_of(parameter).name), []).append(parameter)
+    expected = {group: norm_of(members) for group, members in by_group.items()}
+    norms = clip_by_global_norm(parameters, 0.01, Mesh())
+    assert set(norms.by_group) == {"embedding", "attention", "premix", "postmix", "feed_forward", "norms"}
+    assert norms.by_group == pytest.approx(expected, rel=FLOAT64_FOLD)
+    assert norms.total == pytest.approx(np.sqrt(sum(norm**2 for norm in expected.values())), rel=FLOAT64_FOLD)

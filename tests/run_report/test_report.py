@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,7 +17,7 @@ import pytest
 from vha_paddle.config import load_recipe, recipe_to_yaml
 from vha_paddle.errors import UserError
 from vha_paddle.run_report.compare import comparison, groups_of, smoothed, value_at
-from vha_paddle.run_report.figures import figures
+from vha_paddle.run_report.figures import figures, style_of
 from vha_paddle.run_report.page import page
 from vha_paddle.run_report.read import read_run
 
@@ -40,7 +41,10 @@ def a_run(
             "loss": loss,
             "lr": 0.1,
             "grad_norm": 2.0,
+            "grad_norms": {"attention": 1.0, "premix": 3**0.5},
             "tokens_per_second": 10.0 * step,
+            "mfu": 0.01 * step,
+            "seconds": {"forward": 1.0, "backward": 2.0, "start" if step == 1 else "optimizer": 1.0},
         }
         for step, loss in enumerate(losses, 1)
     ]
@@ -122,6 +126,58 @@ def test_a_mean_is_not_taken_over_fewer_seeds_than_there_are(tmp_path: Path) -> 
     assert group["val_loss_end"] is None
 
 
+def test_time_is_shared_among_the_phases_and_communication_is_a_part_of_it(tmp_path: Path) -> None:
+    path = a_run(tmp_path, "a", [2.0, 1.0])
+    run = read_run(path)
+    assert run.time_shares() == {"forward": 0.25, "backward": 0.5, "start": 0.125, "optimizer": 0.125}
+    assert run.communication_share() is None
+    change(path, lambda record: record | {"communication_seconds": 0.5 * record["step"]})
+    assert read_run(path).communication_share() == (0.5 + 1.0) / 8
+
+
+def test_usage_is_compared_over_seeds(tmp_path: Path) -> None:
+    paths = [a_run(tmp_path, f"a-{seed}", [2.0, 1.0, 1.0], seed=seed) for seed in (1, 2)]
+    for path, most in zip(paths, (300, 500), strict=True):
+        change(path, lambda record, most=most: record | {"memory": {"resident": most - 10 * (3 - record["step"])}})
+    (group,) = comparison(groups_of([read_run(path) for path in paths]), window=0)["groups"]
+    assert group["mfu"]["mean"] == pytest.approx(0.02)
+    assert group["peak_memory"]["mean"] == 400.0
+    assert group["communication_share"] is None
+
+
+def test_a_run_that_recorded_no_time_is_compared_all_the_same(tmp_path: Path) -> None:
+    old = a_run(tmp_path, "old", [2.0, 1.0])
+    change(old, lambda record: {key: record[key] for key in ("step", "tokens", "loss", "lr", "grad_norm")})
+    groups = groups_of([read_run(old), read_run(a_run(tmp_path, "new", [2.0, 1.0], "optim.lr=1e-3"))])
+    assert "Where the time goes" in page(comparison(groups, 0), groups, figures(groups, 0))
+    assert "Where the time goes" not in page(comparison(groups[:1], 0), groups[:1], figures(groups[:1], 0))
+
+
+def test_maps_are_drawn_by_their_means(tmp_path: Path) -> None:
+    path = a_run(tmp_path, "a", [2.0, 1.0])
+    maps = {"layer": [0, 1], "premix_distance": [[1.0, 2.0], [3.0, 6.0]], "postmix_distance": [None, 0.5]}
+    change(path, lambda record: record | {"maps": maps} if record["step"] == 2 else record)
+    run = read_run(path)
+    tokens, values = run.curves["maps.premix_distance"]
+    assert (tokens.tolist(), values.tolist()) == ([2 * STEP], [3.0])
+    assert run.curves["maps.postmix_distance"][1].tolist() == [0.5]
+    groups = groups_of([run])
+    assert "VHA's maps over tokens, means over layers and groups" in {each.title for each in figures(groups, 0)}
+
+
+def test_every_group_has_a_style_of_its_own_in_the_legend(tmp_path: Path) -> None:
+    assert len({style_of(number) for number in range(40)}) == 40
+    html = the_page(tmp_path)
+    for number in range(2):
+        assert f'stroke="{style_of(number)[0]}"' in html[html.index('class="legend"') :]
+
+
+def change(path: Path, make: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Every record of a run replaced."""
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    (path / "metrics.jsonl").write_text("".join(json.dumps(make(json.loads(line))) + "\n" for line in lines))
+
+
 def test_a_line_that_is_still_being_written_is_left_out(tmp_path: Path) -> None:
     path = a_run(tmp_path, "a", [2.0, 1.0])
     with open(path / "metrics.jsonl", "a") as file:
@@ -170,7 +226,19 @@ def test_the_page_is_well_formed_complete_and_the_same_each_time(tmp_path: Path)
     text = "".join(document.itertext())
     for expected in ("validation loss, last", "1.5000", "1.2500", "model.attention.kind", "grouped"):
         assert expected in text
-    assert len(document.findall(".//figure")) == 7  # no experts
+    captions = [caption.text for caption in document.iter("figcaption")]
+    assert captions == [
+        "Training loss over tokens",
+        "Training loss over FLOPs",
+        "Validation loss over tokens",
+        "Validation loss over FLOPs",
+        "Learning rate",
+        "Gradient norm before clipping",
+        "Speed",
+        "Model FLOPs utilisation, of the measured GEMM",
+        "Gradient norms before clipping, over tokens",
+        "Where the time goes",
+    ]  # no experts, maps or memory
     assert "<script" not in html and "src=" not in html
 
 
@@ -178,6 +246,19 @@ def test_the_least_loss_is_marked(tmp_path: Path) -> None:
     html = the_page(tmp_path)
     assert '<td class="best">1.2500</td>' in html
     assert '<td class="best">1.5000</td>' not in html
+
+
+def test_schedules_of_different_lengths_are_warned_of(tmp_path: Path) -> None:
+    (tmp_path / "alike").mkdir()
+    assert "schedules differ" not in the_page(tmp_path / "alike")
+    longer = a_run(tmp_path, "long", [3.0, 2.0], "schedule.total_tokens=20000", "schedule.warmup_tokens=1000")
+    runs = [
+        read_run(longer),
+        read_run(a_run(tmp_path, "short", [3.0, 2.0], "schedule.total_tokens=4000", "schedule.warmup_tokens=1000")),
+    ]
+    groups = groups_of(runs)
+    html = page(comparison(groups, 0), groups, figures(groups, 0))
+    assert "at equal tokens, long at 10%, short at 50% of its schedule" in html
 
 
 def run_tool(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -56,11 +56,11 @@ def test_a_run_that_fails_lets_the_save_in_flight_finish(
         assert failed.wait(60)
         return write(*arguments)
 
-    def failing_after_step_3(*arguments: Any) -> Any:
+    def failing_after_step_3(*arguments: Any, **named: Any) -> Any:
         if list(Path(recipe.run.output).glob("checkpoints/.step-00000003.tmp")):
             failed.set()
             raise RunError("loss is not finite")
-        return step(*arguments)
+        return step(*arguments, **named)
 
     recipe = make_recipe(checkpoint={"asynchronous": True, "interval": 3})
     monkeypatch.setattr(writing, "write_own_tensors", held_until_the_failure)

@@ -66,10 +66,9 @@ def test_a_model_read_back_chooses_by_the_biases_that_it_was_trained_with(make_r
     trainer = fit(recipe)
     assert trainer.model.balance is not None and trainer.model.balance.bias_LE is not None
     assert trainer.model.balance.bias_LE.any()
-    model, windows = load_model(newest(recipe)), trainer.data.validation
-    assert windows is not None
+    model, windows = load_model(newest(recipe)), trainer.data.validation["validation"].windows
     loss = validation_loss(model, windows, recipe.logging.eval_sequences, 2, Mesh())
-    assert loss == trainer.evaluate()
+    assert {"validation": loss} == trainer.evaluate()
     model.balance.bias_LE = np.zeros_like(model.balance.bias_LE)
     assert validation_loss(model, windows, recipe.logging.eval_sequences, 2, Mesh()) != loss
 

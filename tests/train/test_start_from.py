@@ -22,7 +22,7 @@ from vha_paddle.config import Recipe
 from vha_paddle.errors import UserError
 from vha_paddle.evaluate import load_model, validation_loss
 from vha_paddle.parallel.mesh import Mesh
-from vha_paddle.tensor_file import create_tensors, fill_tensors, read_tensors
+from vha_paddle.tensor_file import read_tensors, write_tensors
 from vha_paddle.train.trainer import RunData, Trainer
 
 
@@ -50,10 +50,9 @@ def test_every_weight_is_the_checkpoints_and_the_optimizer_is_fresh(make_recipe:
 
 def test_the_loss_before_the_first_step_is_the_sources(make_recipe: MakeRecipe, start: Path) -> None:
     trainer = trainer_of(make_recipe(run__start_from=str(start)))
-    windows = trainer.data.validation
-    assert windows is not None
+    windows = trainer.data.validation["validation"].windows
     expected = validation_loss(load_model(start), windows, 4, 2, Mesh())
-    assert trainer.evaluate() == pytest.approx(expected, rel=FLOAT32)
+    assert trainer.evaluate() == {"validation": pytest.approx(expected, rel=FLOAT32)}
 
 
 def test_a_run_directory_stands_for_its_newest_checkpoint_and_the_opening_line_names_it(
@@ -138,11 +137,8 @@ def test_master_weights_start_as_the_checkpoints_masters_or_weights_do(
     if kept:  # as a bfloat16 run leaves them, with digits of their own
         expected = {name: array + np.float32(1e-3) for name, array in expected.items()}
         path = tmp_path / "masters.safetensors"
-        create_tensors(path, {f"{name}.master": (array.dtype, array.shape) for name, array in expected.items()}, {})
-        file = fill_tensors(path)
-        for name, array in expected.items():
-            file.array(f"{name}.master")[...] = array
-        file.flush()
+        specs = {f"{name}.master": (array.dtype, array.shape) for name, array in expected.items()}
+        write_tensors(path, specs, expected.values(), {})
         kept_tensors = LogicalTensors(path, [read_tensors(path)])
         checkpoint = SimpleNamespace(
             model_tensors=checkpoint.model_tensors, optimizer_tensors=lambda: kept_tensors, path=start

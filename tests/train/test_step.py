@@ -7,7 +7,6 @@ import pytest
 
 from tests.cases import CASES, MICRO_BATCH, batches
 from tests.tolerances import FLOAT64_FOLD
-from vha_paddle.errors import RunError
 from vha_paddle.model.decoder import Decoder, build_decoder
 from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.train.optimizer import Optimizer
@@ -51,7 +50,8 @@ def test_a_step_that_is_not_finite_leaves_the_weights_as_they_were(what: str) ->
     else:
         (model.norm.weight * float("inf")).sum().backward()
     before = {name: parameter.numpy() for name, parameter in model.named_tensors().items()}
-    with pytest.raises(RunError, match="not finite"):
-        train(model)
+    result = train(model)
+    assert result.skipped is not None and "not finite" in result.skipped
     for name, parameter in model.named_tensors().items():
         assert np.array_equal(parameter.numpy(), before[name]), name
+        assert parameter.grad is None

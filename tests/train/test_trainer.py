@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import paddle
 import pytest
 
 from tests.tolerances import FLOAT32
-from tests.train.conftest import NUM_STEPS, MakeRecipe
+from tests.train.conftest import MEASURED, NUM_STEPS, MakeRecipe
 from vha_paddle.checkpoint.layout import list_steps, open_checkpoint, step_directory, tensor_file
 from vha_paddle.config import Recipe, load_recipe
 from vha_paddle.errors import RunError, UserError
@@ -35,7 +33,7 @@ def records(recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def without_speed(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in record.items() if key not in ("tokens_per_second", "seconds")}
+    return {key: value for key, value in record.items() if key not in MEASURED}
 
 
 def test_metrics_hold_every_step_once_with_its_numbers(make_recipe: MakeRecipe) -> None:
@@ -178,7 +176,7 @@ def test_a_half_written_checkpoint_is_not_resumed_from(make_recipe: MakeRecipe) 
 
 @pytest.mark.parametrize("damage", ["truncated", "edited", "missing"])
 @pytest.mark.parametrize("name", [tensor_file("model", 0, 1), tensor_file("optimizer", 0, 1), "state.json"])
-def test_a_damaged_checkpoint_is_refused_by_name(make_recipe: MakeRecipe, name: str, damage: str) -> None:
+def test_a_damaged_checkpoint_is_passed_over(make_recipe: MakeRecipe, name: str, damage: str) -> None:
     recipe = make_recipe()
     train(recipe)
     file = step_directory(Path(recipe.run.output), NUM_STEPS) / name
@@ -190,17 +188,16 @@ def test_a_damaged_checkpoint_is_refused_by_name(make_recipe: MakeRecipe, name: 
     else:
         content[-3] ^= 1
         file.write_bytes(content)
-    with pytest.raises(UserError, match=name):
-        Trainer(recipe, RunData(recipe), Mesh())
+    assert Trainer(recipe, RunData(recipe), Mesh()).step == 3
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model__intermediate_size": 32}, "another model section"),
-        ({"run__seed": 12}, "other data"),
-        ({"data__sequence_length": 8}, "other data"),
-        ({"data__global_batch_size": 2}, "data.global_batch_size=2"),
+        ({"model__intermediate_size": 32}, "model.intermediate_size=32: step-00000006 was trained with 24, and its w"),
+        ({"run__seed": 12}, "run.seed=12: step-00000006 was trained with 11, and it orders the data"),
+        ({"data__sequence_length": 8, "schedule__total_tokens": 24 * 32}, "data.sequence_length=8: .* with 16"),
+        ({"data__global_batch_size": 2}, "data.global_batch_size=2: .* with 4"),
         ({"checkpoint__resume": "never"}, "checkpoint.resume=never"),
     ],
 )
@@ -213,8 +210,15 @@ def test_a_run_that_is_not_the_checkpoints_is_refused(
         Trainer(changed, RunData(changed), Mesh())
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_at_its_step(make_recipe: MakeRecipe) -> None:
-    recipe = make_recipe()
+def test_a_run_on_other_data_is_refused(make_recipe: MakeRecipe, dataset: Path) -> None:
+    train(make_recipe())
+    changed = make_recipe(data__train=str(dataset / "validation"))
+    with pytest.raises(UserError, match="was trained on other data"):
+        Trainer(changed, RunData(changed), Mesh())
+
+
+def test_a_loss_that_is_not_finite_stops_a_run_that_may_skip_nothing(make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe(failure__max_skipped_steps=0)
     trainer = Trainer(recipe, RunData(recipe), Mesh())
     with paddle.no_grad():
         trainer.model.norm.weight.set_value(paddle.full([16], float("nan")))
@@ -232,29 +236,3 @@ def test_bfloat16_on_cpu_is_refused_with_the_override(make_recipe: MakeRecipe) -
     recipe = make_recipe(precision__compute="bfloat16")
     with pytest.raises(UserError, match="precision.compute=float32"):
         Trainer(recipe, RunData(recipe), Mesh())
-
-
-def test_wandb_offline_records_the_run(make_recipe: MakeRecipe) -> None:
-    recipe = make_recipe(logging__wandb="offline", logging__wandb_project="test")
-    train(recipe)
-    assert list((Path(recipe.run.output) / "wandb").glob("offline-run-*/run-*.wandb"))
-
-
-@pytest.mark.parametrize("moment", ["init", "log", "finish"])
-def test_a_failing_tracker_never_stops_training(
-    make_recipe: MakeRecipe, moment: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def broken(*_: Any, **__: Any) -> None:
-        raise ConnectionError("tracker is down")
-
-    def works(*_: Any, **__: Any) -> Any:
-        return run
-
-    run = types.SimpleNamespace(log=works, finish=works)
-    fake = types.SimpleNamespace(init=works)
-    setattr(fake if moment == "init" else run, moment, broken)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    recipe = make_recipe(logging__wandb="online", logging__wandb_project="test")
-    train(recipe)
-    assert len(records(recipe)) == NUM_STEPS
-    assert capsys.readouterr().err.count("wandb failed (tracker is down)") == 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import numpy as np
 import paddle
 from paddle import nn
 
@@ -22,9 +23,15 @@ from vha_paddle.parallel.scope import RMSNorm, Scope
 
 
 class Attention(Protocol):
-    """The contract: input `[B, S, D]` outside the tensor region, the same on every tensor rank; so is the output."""
+    """The contract: input `[B, S, D]` outside the tensor region, the same on every tensor rank; so is the output.
 
-    def __call__(self, x_BSD: paddle.Tensor, rope: RotaryTables) -> paddle.Tensor: ...
+    `starts_BS` are the starts of documents at the positions that this rank's queries have (`causal_attention`'s); None
+    is no mask of documents.
+    """
+
+    def __call__(
+        self, x_BSD: paddle.Tensor, rope: RotaryTables, starts_BS: np.ndarray | None = None
+    ) -> paddle.Tensor: ...
 
 
 def check_config(config: Any, expected: type[AttentionConfig]) -> None:
@@ -110,14 +117,15 @@ def attend(
     v_BSKV: paddle.Tensor,
     mesh: Mesh,
     window: int | None = None,
+    starts_BS: np.ndarray | None = None,
 ) -> paddle.Tensor:
     """Causal attention of the queries at this rank's positions over the keys and values of all: y_BSNV.
 
-    `window` is `causal_attention`'s. Under context parallelism the keys and values are gathered, one
+    `window` and `starts_BS` are `causal_attention`'s. Under context parallelism the keys and values are gathered, one
     communication where a ring takes one per rank.
     """
     k_BTKH, v_BTKV = from_every_position(mesh, k_BSKH, v_BSKV)
-    return attend_to_all(q_BSNH, k_BTKH, v_BTKV, mesh, window)
+    return attend_to_all(q_BSNH, k_BTKH, v_BTKV, mesh, window, starts_BS)
 
 
 def attend_to_all(
@@ -126,7 +134,8 @@ def attend_to_all(
     v_BTKV: paddle.Tensor,
     mesh: Mesh,
     window: int | None = None,
+    starts_BS: np.ndarray | None = None,
 ) -> paddle.Tensor:
     """`attend` where the keys and values of every position are at hand."""
     pieces = mesh.pieces(q_BSNH.shape[1]) if mesh.context_degree > 1 else None
-    return causal_attention(q_BSNH, k_BTKH, v_BTKV, pieces, window=window)
+    return causal_attention(q_BSNH, k_BTKH, v_BTKV, pieces, window=window, starts_BS=starts_BS)

@@ -29,12 +29,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import paddle
 from paddle import nn
 from paddle.nn import functional as F
 
 from vha_paddle.attention.base import RotaryTables, check_config, from_every_position, norm_and_rotate
 from vha_paddle.config import ComposedAttention
+from vha_paddle.ops.attention_mask import seen_keys
 from vha_paddle.parallel.init import Normal
 from vha_paddle.parallel.placement import Placement
 from vha_paddle.parallel.recompute import recomputed
@@ -89,7 +91,7 @@ class SelfAttentionDCMHA(nn.Layer):
         )
         self.o_proj = scope.child("o_proj").row_linear(N * H, hidden_size, init)
 
-    def forward(self, x_BSD: paddle.Tensor, rope: RotaryTables) -> paddle.Tensor:
+    def forward(self, x_BSD: paddle.Tensor, rope: RotaryTables, starts_BS: np.ndarray | None = None) -> paddle.Tensor:
         x_BSD = self.mesh.enter_tensor_region(x_BSD)
         batch, sequence, _ = x_BSD.shape
         by_head = [batch, sequence, -1, self.head_dim]
@@ -107,7 +109,7 @@ class SelfAttentionDCMHA(nn.Layer):
             k_BSNH = norm_and_rotate(k_BSNH, self.k_norm, rope)
             rows_BSGUXM = self._rows(hidden_BSX, diagonal_BSX)
             k_BTNH, v_BTNH, of_keys = from_every_position(self.mesh, k_BSNH, v_BSNH, rows_BSGUXM[:, :, :, 1::2])
-            return self._attend(q_BSNH, k_BTNH, v_BTNH, rows_BSGUXM[:, :, :, 0::2], of_keys)
+            return self._attend(q_BSNH, k_BTNH, v_BTNH, rows_BSGUXM[:, :, :, 0::2], of_keys, starts_BS)
 
         y_BSX = recomputed(core, *inputs) if self.recompute else core(*inputs)
         return self.o_proj(y_BSX)
@@ -131,20 +133,20 @@ class SelfAttentionDCMHA(nn.Layer):
         v_BTNH: paddle.Tensor,
         of_queries: paddle.Tensor,
         of_keys: paddle.Tensor,
+        starts_BS: np.ndarray | None,
     ) -> paddle.Tensor:
         """Attention with both compositions, `[B, S, N * H]`; `of_queries` and `of_keys` are `_rows`, pre and post."""
         batch, sequence, _, head_dim = q_BSNH.shape
+        num_keys = k_BTNH.shape[1]
         q_BGMSH, k_BGMTH, v_BGMTH = (
             x.reshape([batch, x.shape[1], -1, self.group_size, head_dim]).transpose([0, 2, 3, 1, 4])
             for x in (q_BSNH, k_BTNH, v_BTNH)
         )
         scores = paddle.matmul(q_BGMSH * head_dim**-0.5, k_BGMTH, transpose_y=True)
         scores = self._compose(scores, self.pre_compose, of_queries[:, :, :, 0], of_keys[:, :, :, 0])
-        num_keys = scores.shape[-1]
-        position_S = paddle.to_tensor(self.mesh.own_positions(num_keys))
-        unseen_ST = paddle.arange(num_keys) > position_S.unsqueeze(1)
-        weights = F.softmax(paddle.where(unseen_ST, paddle.full([], -math.inf, scores.dtype), scores))
-        weights = paddle.where(unseen_ST, paddle.zeros([], weights.dtype), weights)  # Paddle's softmax leaves 1e-28
+        seen_B11ST = paddle.to_tensor(seen_keys(self.mesh.pieces(sequence), num_keys, None, starts_BS)[:, None, None])
+        weights = F.softmax(paddle.where(seen_B11ST, scores, paddle.full([], -math.inf, scores.dtype)))
+        weights = paddle.where(seen_B11ST, weights, paddle.zeros([], weights.dtype))  # Paddle's softmax leaves 1e-28
         weights = self._compose(weights, self.post_compose, of_queries[:, :, :, 1], of_keys[:, :, :, 1])
         y_BGMSH = paddle.matmul(weights, v_BGMTH)
         return y_BGMSH.transpose([0, 3, 1, 2, 4]).reshape([batch, sequence, -1])

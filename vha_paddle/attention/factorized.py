@@ -15,6 +15,7 @@ rank, their gradients partial.
 
 from __future__ import annotations
 
+import numpy as np
 import paddle
 from paddle import nn
 
@@ -50,7 +51,7 @@ class SelfAttentionMFA(nn.Layer):
         self.v_proj = scope.child("v_proj").replicated_linear(hidden_size, C, init)
         self.o_proj = scope.child("o_proj").row_linear(N * C, hidden_size, init)
 
-    def forward(self, x_BSD: paddle.Tensor, rope: RotaryTables) -> paddle.Tensor:
+    def forward(self, x_BSD: paddle.Tensor, rope: RotaryTables, starts_BS: np.ndarray | None = None) -> paddle.Tensor:
         x_BSD = self.mesh.enter_tensor_region(x_BSD)
         batch, sequence, _ = x_BSD.shape
         q_BSNC = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD))).reshape([batch, sequence, -1, self.head_dim])
@@ -58,7 +59,8 @@ class SelfAttentionMFA(nn.Layer):
 
         def core(q_BSNC: paddle.Tensor, k_BS1C: paddle.Tensor, v_BS1C: paddle.Tensor) -> paddle.Tensor:
             cos_SC, sin_SC = rope.at(sequence, self.head_dim)
-            return attend(apply_rope(q_BSNC, cos_SC, sin_SC), apply_rope(k_BS1C, cos_SC, sin_SC), v_BS1C, self.mesh)
+            q_BSNC, k_BS1C = (apply_rope(x, cos_SC, sin_SC) for x in (q_BSNC, k_BS1C))
+            return attend(q_BSNC, k_BS1C, v_BS1C, self.mesh, None, starts_BS)
 
         y_BSNC = recomputed(core, q_BSNC, k_BS1C, v_BS1C) if self.recompute else core(q_BSNC, k_BS1C, v_BS1C)
         return self.o_proj(y_BSNC.reshape([batch, sequence, -1]))

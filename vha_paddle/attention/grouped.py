@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import paddle
 from paddle import nn
 from paddle.nn import functional as F
@@ -51,7 +52,7 @@ class SelfAttentionGrouped(nn.Layer):
             self.g_proj = scope.child("g_proj").column_linear(hidden_size, num_query * head_dim, init)
         self.o_proj = scope.child("o_proj").row_linear(num_query * head_dim, hidden_size, init, bias=bias)
 
-    def forward(self, x_BSD: paddle.Tensor, rope: RotaryTables) -> paddle.Tensor:
+    def forward(self, x_BSD: paddle.Tensor, rope: RotaryTables, starts_BS: np.ndarray | None = None) -> paddle.Tensor:
         x_BSD = self.mesh.enter_tensor_region(x_BSD)
         batch, sequence, _ = x_BSD.shape
         q_BSNH = self.q_proj(x_BSD).reshape([batch, sequence, -1, self.head_dim])
@@ -61,7 +62,7 @@ class SelfAttentionGrouped(nn.Layer):
         def core(q_BSNH: paddle.Tensor, k_BSKH: paddle.Tensor, v_BSKH: paddle.Tensor) -> paddle.Tensor:
             q_BSNH = norm_and_rotate(q_BSNH, self.q_norm, rope)
             k_BSKH = norm_and_rotate(k_BSKH, self.k_norm, rope)
-            return attend(q_BSNH, k_BSKH, v_BSKH, self.mesh, self.window)
+            return attend(q_BSNH, k_BSKH, v_BSKH, self.mesh, self.window, starts_BS)
 
         y_BSNH = recomputed(core, q_BSNH, k_BSKH, v_BSKH) if self.recompute else core(q_BSNH, k_BSKH, v_BSKH)
         y_BSE = y_BSNH.reshape([batch, sequence, -1])

@@ -24,6 +24,7 @@ key. One map per query head, the scale and the absence of norms are assumed.
 
 from __future__ import annotations
 
+import numpy as np
 import paddle
 from paddle import nn
 
@@ -62,7 +63,7 @@ class SelfAttentionGVA(nn.Layer):
         self.k_rope_proj = scope.child("k_rope_proj").replicated_linear(hidden_size, config.qk_rope_head_dim, init)
         self.o_proj = scope.child("o_proj").row_linear(N * H, hidden_size, init)
 
-    def forward(self, x_BSD: paddle.Tensor, rope: RotaryTables) -> paddle.Tensor:
+    def forward(self, x_BSD: paddle.Tensor, rope: RotaryTables, starts_BS: np.ndarray | None = None) -> paddle.Tensor:
         x_BSD = self.mesh.enter_tensor_region(x_BSD)
         batch, sequence, _ = x_BSD.shape
         q_BSNE = self.q_proj(x_BSD).reshape([batch, sequence, -1, sum(self.widths)])
@@ -76,7 +77,9 @@ class SelfAttentionGVA(nn.Layer):
             q_BSNE = paddle.concat([absorbed_BSNH, apply_rope(rotary_BSNR, cos_SR, sin_SR)], axis=-1)
             v_BTKH, k_rope_BT1R = from_every_position(self.mesh, v_BSKH, apply_rope(k_rope_BS1R, cos_SR, sin_SR))
             k_rope_BTKR = k_rope_BT1R.expand([-1, -1, v_BTKH.shape[2], -1])
-            return attend_to_all(q_BSNE, paddle.concat([v_BTKH, k_rope_BTKR], axis=-1), v_BTKH, self.mesh)
+            return attend_to_all(
+                q_BSNE, paddle.concat([v_BTKH, k_rope_BTKR], axis=-1), v_BTKH, self.mesh, None, starts_BS
+            )
 
         inputs = (q_BSNE, v_BSKH, k_rope_BS1R)
         y_BSNH = recomputed(core, *inputs) if self.recompute else core(*inputs)

@@ -22,6 +22,7 @@ gathers the latent and the rotary key, the cache's C + R values per token, and e
 
 from __future__ import annotations
 
+import numpy as np
 import paddle
 from paddle import nn
 
@@ -67,7 +68,7 @@ class SelfAttentionMLA(nn.Layer):
         self.kv_b_proj = scope.child("kv_b_proj").column_linear(C, N * sum(self.expanded_widths), init)
         self.o_proj = scope.child("o_proj").row_linear(N * config.v_head_dim, hidden_size, init)
 
-    def forward(self, x_BSD: paddle.Tensor, rope: RotaryTables) -> paddle.Tensor:
+    def forward(self, x_BSD: paddle.Tensor, rope: RotaryTables, starts_BS: np.ndarray | None = None) -> paddle.Tensor:
         x_BSD = self.mesh.enter_tensor_region(x_BSD)
         batch, sequence, _ = x_BSD.shape
         q_BSNE = self.queries(x_BSD)
@@ -77,7 +78,7 @@ class SelfAttentionMLA(nn.Layer):
             tables = rope.at(sequence, self.widths[1])
             latent_BTC, k_rope_BTR = from_every_position(self.mesh, *self.cached(down_BSE, *tables))
             k_BTNE, v_BTNV = self._expanded(latent_BTC, k_rope_BTR)
-            return attend_to_all(self.rotated(q_BSNE, *tables), k_BTNE, v_BTNV, self.mesh)
+            return attend_to_all(self.rotated(q_BSNE, *tables), k_BTNE, v_BTNV, self.mesh, None, starts_BS)
 
         y_BSNV = recomputed(core, q_BSNE, down_BSE) if self.recompute else core(q_BSNE, down_BSE)
         return self.o_proj(y_BSNV.reshape([batch, sequence, -1]))

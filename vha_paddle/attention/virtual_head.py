@@ -33,6 +33,7 @@ with C = B^T W_O, and what is summed is C: R * H * D values, however many tokens
 
 from __future__ import annotations
 
+import numpy as np
 import paddle
 from paddle import nn
 from paddle.nn import functional as F
@@ -99,8 +100,8 @@ class SelfAttentionVHA(nn.Layer):
             self.postmix_a = scope.parameter(self, "postmix_a", by_head, Normal(config.postmix_init_std), "postmix")
             self.postmix_b = scope.parameter(self, "postmix_b", by_head, Constant(0.0), "postmix")
 
-    def forward(self, x_BSD: paddle.Tensor, rope: RotaryTables) -> paddle.Tensor:
-        """Attend causally; `rope` holds the rotary tables, shared by all layers."""
+    def forward(self, x_BSD: paddle.Tensor, rope: RotaryTables, starts_BS: np.ndarray | None = None) -> paddle.Tensor:
+        """Attend causally; `rope` holds the rotary tables of all layers, `starts_BS` the starts of documents."""
         x_BSD = self.mesh.enter_tensor_region(x_BSD)
         batch, sequence, _ = x_BSD.shape
         H, gate = self.config.head_dim, self.config.output_gate
@@ -113,7 +114,7 @@ class SelfAttentionVHA(nn.Layer):
         ) -> paddle.Tensor:
             q_BSNH = norm_and_rotate(self._premix(q_BSPH), self.q_norm, rope)
             k_BSKH = norm_and_rotate(k_BSKH, self.k_norm, rope)
-            y_BSNH = attend(q_BSNH, k_BSKH, v_BSKH, self.mesh, self.window)
+            y_BSNH = attend(q_BSNH, k_BSKH, v_BSKH, self.mesh, self.window, starts_BS)
             if gate == "before_postmix":
                 y_BSNH = y_BSNH * F.sigmoid(*g)
             if self.config.postmix != "none" and self.config.postmix_space == "activation":

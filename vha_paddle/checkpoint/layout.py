@@ -5,7 +5,8 @@
         optimizer-00003-of-00016.safetensors  AdamW's moments (and float32 master weights) of the same
         router-00000-of-00016.safetensors     load and biases of the routers of a mixture of experts
         recipe.yaml                           the resolved recipe
-        tokenizer.model                       the SentencePiece model of the data
+        tokenizer.model                       the SentencePiece model of the data, or tokenizer.json and what
+                                              belongs to it, of a Hugging Face tokenizer
         state.json                            step, tokens, samples: where the run stood
         manifest.json                         size and SHA-256 of each file above; written last
 
@@ -33,12 +34,12 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from vha_paddle.checkpoint.logical import LogicalTensors
 from vha_paddle.config import Recipe, load_recipe
+from vha_paddle.data.tokenizer_files import IDENTIFYING_FILES
 from vha_paddle.errors import UserError
 from vha_paddle.files import atomic_write
 from vha_paddle.tensor_file import FileRecord, read_tensors
 
 RECIPE_FILE = "recipe.yaml"
-TOKENIZER_FILE = "tokenizer.model"
 STATE_FILE = "state.json"
 MANIFEST_FILE = "manifest.json"
 METRICS_FILE = "metrics.jsonl"  # of the run, beside checkpoints/
@@ -72,6 +73,12 @@ class RunState:
     """Digest of data, sequence length and seed: with another one, `samples` would mean other text."""
     version: str
     """Version of vha_paddle that wrote the checkpoint."""
+    skipped: Annotated[int, Field(ge=0)] = 0
+    """Of the steps, those that were skipped: their loss or gradient was no number, or the loss a spike."""
+    skipped_in_a_row: Annotated[int, Field(ge=0)] = 0
+    """The last ones of them, one after another; 0 where the last step was applied."""
+    losses: tuple[float, ...] = ()
+    """Of the last steps that were applied, where spikes are looked for."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,8 @@ class Checkpoint:
 
     @property
     def tokenizer_path(self) -> Path:
-        return self.path / TOKENIZER_FILE
+        """The file that identifies the tokenizer, for `load_tokenizer`; what belongs to it lies beside it."""
+        return self.path / next(name for name in IDENTIFYING_FILES if name in self.files)
 
     def model_tensors(self) -> LogicalTensors:
         """The parameters.
@@ -117,6 +125,11 @@ class Checkpoint:
 def tensor_file(content: Content, number: int, total: int) -> str:
     """Name of the file that rank `number` of `total` writes; counted from 0, as ranks are."""
     return f"{content}-{number:05d}-of-{total:05d}.safetensors"
+
+
+def other_files(names: Iterable[str]) -> list[str]:
+    """Those of `names` that hold no tensors."""
+    return sorted(name for name in names if not _TENSOR_FILE.fullmatch(name))
 
 
 def tensor_files(names: Iterable[str], content: Content) -> list[str]:
@@ -171,10 +184,19 @@ def open_checkpoint(path: Path, share: int = 0, num_shares: int = 1) -> Checkpoi
         UserError: none is there, it is incomplete, or a file differs from the manifest.
     """
     path = resolve_checkpoint(path)
+    return _read(path, check_files(path, share, num_shares))
+
+
+def check_files(path: Path, share: int = 0, num_shares: int = 1) -> dict[str, FileRecord]:
+    """Compare the files of a checkpoint with its manifest, which is returned; arguments as of `open_checkpoint`.
+
+    Raises:
+        UserError: it is incomplete, or a file differs from the manifest.
+    """
     files = read_manifest(path)
     mine = set(sorted(files)[share::num_shares])
     _refuse_faults(path, files, mine)
-    return _read(path, files)
+    return files
 
 
 def open_without_digests(path: Path) -> Checkpoint:
@@ -234,9 +256,9 @@ def read_manifest(directory: Path) -> dict[str, FileRecord]:
     for content in ("model", "optimizer"):
         if not tensor_files(files, content):
             raise UserError(f"{directory}: holds no {content}-XXXXX-of-XXXXX.safetensors; use another checkpoint")
-    for name in (RECIPE_FILE, TOKENIZER_FILE, STATE_FILE):
-        if name not in files:
-            raise UserError(f"{directory}: incomplete, {name} is missing; use another checkpoint")
+    for names in ((RECIPE_FILE,), IDENTIFYING_FILES, (STATE_FILE,)):
+        if not any(name in files for name in names):
+            raise UserError(f"{directory}: incomplete, {' or '.join(names)} is missing; use another checkpoint")
     return files
 
 

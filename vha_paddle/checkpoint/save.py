@@ -6,9 +6,7 @@ while the next step computes its gradients: only the update, which changes them,
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,8 +16,9 @@ import ml_dtypes
 import numpy as np
 import paddle
 
-from vha_paddle.checkpoint.layout import Content, RunState, checkpoints_directory, list_steps, step_directory
+from vha_paddle.checkpoint.layout import Content, RunState, checkpoints_directory, step_directory
 from vha_paddle.checkpoint.logical import Cut
+from vha_paddle.checkpoint.retention import remove_old_checkpoints
 from vha_paddle.checkpoint.writing import CommonFiles, OwnTensor, Writing, reason
 from vha_paddle.config import Recipe
 from vha_paddle.errors import RunError
@@ -48,7 +47,7 @@ class CheckpointSaver:
 
     Args:
         output: the run's directory.
-        tokenizer: the SentencePiece model to keep with each checkpoint.
+        tokenizer: what to keep with each checkpoint, as `data.tokenizer`.
     """
 
     def __init__(self, output: Path, recipe: Recipe, tokenizer: Path, mesh: Mesh) -> None:
@@ -100,23 +99,30 @@ class CheckpointSaver:
         if self._writing is not None:
             self._writing.wait_for_copy()
 
-    def wait(self) -> None:
-        """Until the save in flight, if any, is complete; then remove checkpoints beyond `checkpoint.keep`.
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is in flight."""
+        return self._writing is not None
 
-        Every rank calls it, and all learn that the checkpoint is there.
+    def wait(self) -> bool:
+        """Until the save in flight, if any, is complete; then remove checkpoints beyond those to keep.
+
+        Every rank calls it, and all learn that the checkpoint is there. Returns whether there was one in flight.
 
         Raises:
             RunError: a rank could not write.
         """
         if self._writing is None:
-            return
+            return False
         writing, self._writing = self._writing, None
         writing.wait_for_files()
         self._agree(writing.file_error, writing.temporary, writing)
         writing.wait()
         self._agree(writing.completion_error, writing.temporary, writing)
         if self.mesh.is_main:
-            remove_old_checkpoints(self.output, self.recipe.checkpoint.keep)
+            rules = self.recipe.checkpoint
+            remove_old_checkpoints(self.output, rules.keep, self.recipe.tokens_per_step, rules.keep_every_tokens)
+        return True
 
     def close(self) -> None:
         """Let a save in flight finish when the run ends with an error; asks no other rank, raises nothing."""
@@ -180,16 +186,6 @@ def save_checkpoint(
     path = saver.save(state, optimizer, router)
     saver.wait()
     return path
-
-
-def remove_old_checkpoints(output: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints. Called by one rank after a newer one is complete."""
-    for step in list_steps(output)[:-keep]:
-        directory = step_directory(output, step)
-        hidden = directory.with_name(f".{directory.name}.removed.tmp")  # one half removed must not look whole
-        with contextlib.suppress(OSError):  # tried again after the next save
-            os.replace(directory, hidden)
-            shutil.rmtree(hidden)
 
 
 def own_tensors(

@@ -23,7 +23,6 @@ from vha_paddle.checkpoint.layout import (
     RECIPE_FILE,
     STATE_FILE,
     TENSOR_METADATA,
-    TOKENIZER_FILE,
     Content,
     RunState,
     read_json,
@@ -35,6 +34,7 @@ from vha_paddle.checkpoint.layout import (
 )
 from vha_paddle.checkpoint.logical import Cut, cuts_metadata
 from vha_paddle.config import Recipe, recipe_to_yaml
+from vha_paddle.data.tokenizer_files import stored_name, tokenizer_files
 from vha_paddle.errors import RunError
 from vha_paddle.files import atomic_write, fsync_directory
 from vha_paddle.tensor_file import FileRecord, TensorSpec, write_tensors
@@ -58,6 +58,7 @@ class CommonFiles:
 
     recipe: Recipe
     tokenizer: Path
+    """As `data.tokenizer`; each of its files is copied."""
     state: RunState
 
 
@@ -145,13 +146,7 @@ class Writing:
     def _complete(self) -> None:
         try:
             files = self._collect()
-            common = self._common
-            with atomic_write(self.temporary / RECIPE_FILE) as file:
-                file.write(recipe_to_yaml(common.recipe).encode())
-            with atomic_write(self.temporary / TOKENIZER_FILE) as file, open(common.tokenizer, "rb") as source:
-                shutil.copyfileobj(source, file)
-            write_state(self.temporary, common.state)
-            files |= {name: record_of(self.temporary / name) for name in (RECIPE_FILE, TOKENIZER_FILE, STATE_FILE)}
+            files |= write_common(self.temporary, self._common)
             write_manifest(self.temporary, files)
             for rank in range(self.num_ranks):
                 _marker(self.temporary, rank).unlink()
@@ -191,6 +186,18 @@ def write_own_tensors(path: Path, tensors: Mapping[str, OwnTensor]) -> FileRecor
         (tensor.read() for tensor in tensors.values()),
         TENSOR_METADATA | cuts_metadata({name: tensor.cut for name, tensor in tensors.items()}),
     )
+
+
+def write_common(directory: Path, common: CommonFiles) -> dict[str, FileRecord]:
+    """Write recipe, tokenizer and state; what the manifest is to say of them."""
+    with atomic_write(directory / RECIPE_FILE) as file:
+        file.write(recipe_to_yaml(common.recipe).encode())
+    tokenizer = {stored_name(source): source for source in tokenizer_files(common.tokenizer)}
+    for name, source in tokenizer.items():
+        with atomic_write(directory / name) as file, open(source, "rb") as content:
+            shutil.copyfileobj(content, file)
+    write_state(directory, common.state)
+    return {name: record_of(directory / name) for name in (RECIPE_FILE, *tokenizer, STATE_FILE)}
 
 
 def put_in_place(temporary: Path, final: Path) -> None:

@@ -17,6 +17,7 @@ from vha_paddle.config.model import Model
 from vha_paddle.config.schema import Parallel, Recipe, WSDSchedule
 from vha_paddle.errors import UserError
 
+_LONGEST_BLEND = 1_000_000  # samples until its pattern repeats
 _LARGEST_DEGREE = 10_000  # that is looked at for a remedy
 
 
@@ -30,6 +31,11 @@ def check(recipe: Recipe) -> None:
     _check_data(recipe)
     _check_optimisation(recipe)
     _check_logging(recipe)
+    if recipe.checkpoint.keep_every_tokens is not None and recipe.checkpoint.interval is None:
+        raise UserError(
+            f"checkpoint.keep_every_tokens={recipe.checkpoint.keep_every_tokens}: has no effect without "
+            "checkpoint.interval, as only the last step is saved; name an interval or remove the key"
+        )
     if recipe.debug.check_ranks_interval is not None and recipe.num_ranks == 1:
         raise UserError(
             f"debug.check_ranks_interval={recipe.debug.check_ranks_interval}: compares ranks, so it has no effect "
@@ -171,6 +177,7 @@ def _check_data(recipe: Recipe) -> None:
             f"model.sliding_window.window={sliding.window}: has no effect on sequences of data.sequence_length="
             f"{data.sequence_length}; use a smaller one or remove model.sliding_window"
         )
+    _check_blend(recipe)
     _check_sequence_length(recipe)
     per_microbatch = data.micro_batch_size * recipe.num_data_ranks
     if data.global_batch_size % per_microbatch:
@@ -189,6 +196,19 @@ def _check_data(recipe: Recipe) -> None:
         raise UserError(
             f"schedule.total_tokens={recipe.schedule.total_tokens}: one optimizer step takes "
             f"{recipe.tokens_per_step} tokens (global_batch_size * sequence_length); use at least that"
+        )
+
+
+def _check_blend(recipe: Recipe) -> None:
+    data = recipe.data
+    prefixes = [part.prefix for part in data.training_sets]
+    twice = [prefix for prefix in prefixes if prefixes.count(prefix) > 1]
+    if twice:
+        raise UserError(f"data.train: names {twice[0]} {len(twice)} times; name it once, with the sum of the weights")
+    if sum(data.whole_weights) > _LONGEST_BLEND:
+        raise UserError(
+            f"data.train: the weights are {' : '.join(map(str, data.whole_weights))} in whole numbers, whose sum must "
+            f"not exceed {_LONGEST_BLEND}, after which a blend repeats; round them to fewer digits"
         )
 
 

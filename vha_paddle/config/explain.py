@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from vha_paddle.config.schema import Recipe
 
 _NAMES_OF_GROUPED = ("mha", "mqa", "gqa")  # one kind, told apart by its head counts
+_FORMS = ("prefix", "sets")  # tags of data.train and data.validation
 _EXPONENTS = {"k": 3, "m": 6, "b": 9, "g": 9, "t": 12}
 
 
@@ -83,22 +84,32 @@ def _known_paths(section: type[BaseModel], values: dict[str, Any], prefix: str =
 
 
 def _without_tags(location: Sequence[int | str], values: dict[str, Any]) -> list[str]:
-    """pydantic puts a union's tag into the path (`attention.vha.head_dim`); users never wrote it there."""
+    """pydantic puts a union's tag into the path (`attention.vha.head_dim`, `data.train.sets.0.weight`); users never
+    wrote it there."""
     path: list[str] = []
     here: Any = values
     for position, part in enumerate(location):
-        is_tag = isinstance(here, dict) and part == here.get("kind") and part not in here
-        if is_tag and position < len(location) - 1:
+        is_kind = isinstance(here, dict) and part == here.get("kind") and part not in here
+        if is_kind and position < len(location) - 1:
+            continue
+        if part in _FORMS and path[:1] == ["data"] and not (isinstance(here, dict) and part in here):
             continue
         path.append(str(part))
-        here = here.get(part) if isinstance(here, dict) else None
+        here = _item(here, str(part))
     return path
+
+
+def _item(here: Any, part: str) -> Any:
+    """What a section, or a list of them, has at a part of a path; None if nothing."""
+    if isinstance(here, list) and part.isdecimal():
+        return here[int(part)]
+    return here.get(part) if isinstance(here, dict) else None
 
 
 def _lookup(path: Sequence[str], values: dict[str, Any]) -> dict[str, Any]:
     here: Any = values
     for part in path:
-        here = here.get(part, {}) if isinstance(here, dict) else {}
+        here = _item(here, part)
     return here if isinstance(here, dict) else {}
 
 
@@ -111,6 +122,8 @@ def _sections_at(path: Sequence[str], values: dict[str, Any]) -> list[type[BaseM
     """What the section at `path` may be: one type, or one for each kind."""
     found: list[type[BaseModel]] = [Recipe]
     for position, part in enumerate(path):
+        if part.isdecimal():  # one of a list, whose sections are found already
+            continue
         section = _of_kind(found, _lookup(path[:position], values))
         found = _section_types(section.model_fields[part].annotation)
     return found

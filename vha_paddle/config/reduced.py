@@ -80,6 +80,7 @@ def reduced(recipe: Recipe, on_cpu: bool, most_ranks: int = MOST_RANKS) -> Reduc
             "eval_sequences": min(recipe.logging.eval_sequences, _EVAL_SEQUENCES),
             "wandb": "off",
             "wandb_project": None,
+            "visualdl": False,
         },
         "debug": {"check_ranks_interval": _capped(recipe.debug.check_ranks_interval, _INTERVAL) if ranks > 1 else None},
     }

@@ -6,12 +6,15 @@ tokens per step) are properties, never fields, so they cannot disagree.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import fractions
+import math
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from vha_paddle.config.fields import (
     Fraction,
+    NonNegative,
     NonNegativeFloat,
     Positive,
     PositiveFloat,
@@ -34,11 +37,38 @@ class Run(Section):
     its weights, with a fresh optimizer and its own data order. None starts from random weights."""
 
 
+class TrainingSet(Section):
+    """One of several training sets."""
+
+    prefix: str
+    """Of its `.bin` and `.idx`."""
+    weight: PositiveFloat
+    """Its share of the samples, relative to the other weights; they need not sum to 1."""
+
+
+def _form(value: Any) -> Literal["prefix", "sets"]:
+    """What the value of `data.train` or `data.validation` is meant to be."""
+    return "sets" if isinstance(value, list | dict) else "prefix"
+
+
+Prefix = Annotated[str, Tag("prefix")]
+TrainingSets = Annotated[list[TrainingSet], Field(min_length=1), Tag("sets")]
+ValidationSets = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")], str], Field(min_length=1), Tag("sets")
+]
+
+
 class Data(Section):
-    train: str
-    """Prefix of the training set's `.bin` and `.idx` (see tools/prepare_data.py)."""
-    validation: str | None = None
-    """Prefix of the validation set; none means no evaluation."""
+    train: Annotated[Prefix | TrainingSets, Discriminator(_form)]
+    """Prefix of the training set's `.bin` and `.idx` (see tools/prepare_data.py), or a list of sets with a `prefix` and
+    a `weight` each: every set is gone through in epochs of its own, and after any number of samples each has had its
+    share to less than one."""
+    validation: Annotated[Prefix | ValidationSets, Discriminator(_form)] | None = None
+    """Prefix of the validation set, or prefixes by name: each set is evaluated and logged by its name, and the
+    validation loss is the mean over the sets. None means no evaluation."""
+    document_mask: bool = False
+    """Attention keeps to documents: a token sees none before the end-of-document token that precedes its own document.
+    What follows that token is predicted all the same, and positions count on."""
     tokenizer: str
     """What the data was made with: a SentencePiece `tokenizer.model`, a Hugging Face `tokenizer.json`, or a folder that
     holds one, such as the data's. Copied into checkpoints and exports."""
@@ -48,6 +78,27 @@ class Data(Section):
     """Sequences per optimizer step, over all ranks and microbatches."""
     micro_batch_size: Positive
     """Sequences of one forward pass on one data-parallel rank; the rest is gradient accumulation."""
+
+    @property
+    def training_sets(self) -> list[TrainingSet]:
+        """The sets of a blend, or the one there is."""
+        return [TrainingSet(prefix=self.train, weight=1.0)] if isinstance(self.train, str) else self.train
+
+    @property
+    def whole_weights(self) -> list[int]:
+        """The weights of `training_sets` as the smallest whole numbers in the same proportion, to the digit that the
+        recipe has."""
+        weights = [fractions.Fraction(repr(part.weight)) for part in self.training_sets]
+        scale = math.lcm(*(weight.denominator for weight in weights))
+        whole = [int(weight * scale) for weight in weights]
+        return [weight // math.gcd(*whole) for weight in whole]
+
+    @property
+    def validation_sets(self) -> dict[str, str]:
+        """Prefixes by name; none without validation, and one without names is called `validation`."""
+        if isinstance(self.validation, str):
+            return {"validation": self.validation}
+        return self.validation or {}
 
 
 class Optim(Section):
@@ -133,19 +184,31 @@ class Checkpoint(Section):
     interval: Positive | None = None
     """Optimizer steps between checkpoints; none means only the last step is saved."""
     keep: Positive = 2
-    """Newest checkpoints kept; older ones are removed after a newer one is complete."""
+    """Newest checkpoints kept; older ones are removed after a newer one is complete. The last one that no skipped step
+    precedes (see `failure`) is kept too."""
+    keep_every_tokens: Tokens | None = None
+    """The first checkpoint at or after each multiple of so many tokens is kept for ever."""
     resume: Literal["auto", "never"] = "auto"
-    """`auto` continues from the newest complete checkpoint in run.output; `never` refuses to start over one."""
+    """`auto` continues from the newest whole checkpoint in run.output; a damaged one is passed over and kept under
+    another name. `never` refuses to start over one."""
     asynchronous: bool = False
     """Training goes on as soon as the state is copied to host memory; the files are written behind it."""
+    max_failed_saves: NonNegative = 3
+    """Saves that may fail one after another, such as on a full disk, before the run ends. The last step's may not."""
 
 
 class Failure(Section):
-    """When a run that goes wrong ends."""
+    """When a run that goes wrong ends, and which steps it passes over before."""
 
     hang_seconds: Annotated[float, Field(ge=10, le=86400)] = 45.0
     """The least time that a phase of a step may take before its rank counts as hung and the job ends. Five times what
     the phase has taken at most is allowed too, and ten minutes where it has not ended before."""
+    max_skipped_steps: NonNegative = 10
+    """Steps of the whole run that may be skipped before it ends: those whose loss or gradient norm is no finite number,
+    and spikes. A skipped step takes its batch and its place in the schedule; weights, moments and routers stay."""
+    spike_sigmas: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    """A step is also skipped if its loss is above the mean of the last 128 losses by more than so many standard
+    deviations of them."""
 
 
 class Logging(Section):
@@ -161,6 +224,8 @@ class Logging(Section):
     wandb: Literal["off", "offline", "online"] = "off"
     wandb_project: str | None = None
     """Required when wandb is on."""
+    visualdl: bool = False
+    """Write the curves for VisualDL too, to `visualdl` in run.output."""
 
 
 class Debug(Section):

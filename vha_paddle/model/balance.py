@@ -87,9 +87,13 @@ class Balance:
         self.load_LE = counts_LE
         if self.bias_LE is not None:
             self.bias_LE = updated_bias(self.bias_LE, counts_LE, config.router_bias_update_rate)
+        self.discard_step()
+        return figures
+
+    def discard_step(self) -> None:
+        """Forget what was counted; instead of `finish_step` where the optimizer step is skipped."""
         for array in (self._counts_LE, self._probability_LE, self._squares_L, self._dropped_L):
             array[...] = 0
-        return figures
 
     def state(self) -> dict[str, Array]:
         """What a checkpoint keeps, by canonical name."""

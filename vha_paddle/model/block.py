@@ -10,6 +10,7 @@ from vha_paddle.attention import REGISTRY
 from vha_paddle.attention.base import RotaryTables
 from vha_paddle.config import Model
 from vha_paddle.model.balance import Balance
+from vha_paddle.model.microbatch import Microbatch
 from vha_paddle.model.mlp import MLP
 from vha_paddle.model.moe import MoE
 from vha_paddle.ops.dropout import dropout, dropout_key
@@ -28,9 +29,19 @@ class BatchContext:
         """By the number of channels that they turn."""
         self.samples_B = np.zeros(0, np.int64)
         """Indices of the microbatch's sequences among all of the run; dropout is a function of them."""
+        self.starts_BS: np.ndarray | None = None
+        """Where the documents of the microbatch's tokens start; None is no mask of documents."""
         self.balance: Balance | None = None
         if config.experts is not None:
             self.balance = Balance(config.experts, config.num_hidden_layers, scope.mesh)
+
+    def enter(self, microbatch: Microbatch) -> None:
+        """The blocks run `microbatch` from now on."""
+        self.samples_B, self.starts_BS = microbatch.samples_B, microbatch.starts_BS
+
+    def leave(self) -> None:
+        """What is run next are tokens alone, without documents."""
+        self.starts_BS = None
 
 
 def _feed_forward(config: Model, layer: int, scope: Scope, balance: Balance | None) -> MLP | MoE:
@@ -63,10 +74,11 @@ class Block(nn.Layer):
         self.recompute = scope.recompute == "full"
 
     def forward(self, x_BSD: paddle.Tensor) -> paddle.Tensor:
-        samples_B = self.context.samples_B  # held by the closure: backward may come when other samples are being run
+        # held by the closure: backward may come when other samples are being run
+        samples_B, starts_BS = self.context.samples_B, self.context.starts_BS
 
         def run(x_BSD: paddle.Tensor) -> paddle.Tensor:
-            attended_BSD = self.self_attn(self.input_layernorm(x_BSD), self.rope)
+            attended_BSD = self.self_attn(self.input_layernorm(x_BSD), self.rope, starts_BS)
             x_BSD = x_BSD + self._dropout(attended_BSD, self.dropout_keys[0], samples_B)
             mixed_BSD = self.mlp(self.post_attention_layernorm(x_BSD))
             return x_BSD + self._dropout(mixed_BSD, self.dropout_keys[1], samples_B)

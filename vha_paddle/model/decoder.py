@@ -64,6 +64,12 @@ class Decoder(nn.Layer):
         """Cross-entropy of each label, `[B, S]`, in nats."""
         return self.mesh.cross_entropy(self(tokens_BS), labels_BS)
 
+    def _loss_of(self, microbatch: Microbatch) -> paddle.Tensor:
+        self.context.enter(microbatch)
+        loss_BS = self.loss(microbatch.tokens_BS, microbatch.labels_BS)
+        self.context.leave()
+        return loss_BS
+
     def forward_backward(
         self, microbatches: Sequence[Microbatch], scale: float, enter: Callable[[str], None] = lambda phase: None
     ) -> float:
@@ -77,9 +83,8 @@ class Decoder(nn.Layer):
         if self.balance is not None:
             self.balance.scale = scale
         for microbatch in microbatches:
-            self.context.samples_B = microbatch.samples_B
             enter("forward")
-            loss = self.loss(microbatch.tokens_BS, microbatch.labels_BS).sum()
+            loss = self._loss_of(microbatch).sum()
             enter("backward")
             (loss * scale).backward()
             total += float(loss.numpy())
@@ -91,10 +96,7 @@ class Decoder(nn.Layer):
         was_training = self.training
         self.eval()
         with paddle.no_grad():
-            losses = [
-                self.loss(microbatch.tokens_BS, microbatch.labels_BS).sum(axis=1).astype("float64").numpy()
-                for microbatch in microbatches
-            ]
+            losses = [self._loss_of(microbatch).sum(axis=1).astype("float64").numpy() for microbatch in microbatches]
         if was_training:
             self.train()
         return np.concatenate(losses)

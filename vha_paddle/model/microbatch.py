@@ -1,4 +1,4 @@
-"""The global batch cut into what one rank runs at a time."""
+"""A rank's rows of the global batch cut into what it runs at a time."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import paddle
 
+from vha_paddle.ops.attention_mask import document_starts
 from vha_paddle.parallel.mesh import Mesh
 
 
@@ -19,22 +20,36 @@ class Microbatch:
     labels_BS: paddle.Tensor
     samples_B: np.ndarray[Any, Any]
     """Index of each sequence among all that the run will ever see."""
+    starts_BS: np.ndarray[Any, Any] | None
+    """The position at which each token's document starts; None is no mask of documents."""
 
 
 def microbatches_of(
-    tokens_BS: np.ndarray[Any, Any], labels_BS: np.ndarray[Any, Any], first_sample: int, size: int, mesh: Mesh
+    tokens_BS: np.ndarray[Any, Any],
+    labels_BS: np.ndarray[Any, Any],
+    first_sample: int,
+    size: int,
+    mesh: Mesh,
+    eod_id: int | None = None,
 ) -> list[Microbatch]:
-    """This rank's microbatches of `size` sequences out of the global batch, whose rows divide evenly over the ranks."""
-    share = len(tokens_BS) // mesh.data_degree
+    """Microbatches of `size` sequences out of the rows that this rank reads.
+
+    Args:
+        tokens_BS, labels_BS: whole sequences; those of `mesh.own_rows` in training.
+        first_sample: index of the first of them among all that the run will ever see; the others follow.
+        eod_id: the token that ends a document, where attention keeps to documents; every pipeline stage sees it.
+    """
     positions = mesh.own_positions(tokens_BS.shape[1])
+    starts_BS = None if eod_id is None else document_starts(tokens_BS, eod_id)[:, positions]
     batches = []
-    for start in range(mesh.data_rank * share, (mesh.data_rank + 1) * share, size):
+    for start in range(0, len(tokens_BS), size):
         rows = slice(start, start + size)
         batches.append(
             Microbatch(
                 paddle.to_tensor(np.ascontiguousarray(tokens_BS[rows][:, positions])),
                 paddle.to_tensor(np.ascontiguousarray(labels_BS[rows][:, positions])),
                 first_sample + np.arange(len(tokens_BS))[rows],
+                None if starts_BS is None else starts_BS[rows],
             )
         )
     return batches

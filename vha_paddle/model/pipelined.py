@@ -67,7 +67,7 @@ class PipelinedDecoder(nn.Layer):
 
     def sequence_losses(self, microbatches: Sequence[Microbatch]) -> np.ndarray[Any, Any]:
         """As `Decoder.sequence_losses`, of microbatches of one size; empty on other stages than the last."""
-        self.pipeline.stages.announce = lambda index: None
+        self.pipeline.stages.announce = self._announcing(microbatches)
         losses = self.pipeline.losses(*_columns(microbatches))
         self.train()
         return losses
@@ -78,7 +78,7 @@ class PipelinedDecoder(nn.Layer):
 
     def _announcing(self, microbatches: Sequence[Microbatch]) -> Callable[[int], None]:
         def announce(index: int) -> None:
-            self.context.samples_B = microbatches[index].samples_B
+            self.context.enter(microbatches[min(index, len(microbatches) - 1)])  # an evaluation may repeat the last
 
         return announce
 

@@ -3,7 +3,7 @@
     y_n = softmax(scale * q_n k_g^T, keys up to the query's own) v_g        g = n // (N / K)
 
 Queries and keys have width H, values and outputs may have another one, V. With a window, a query sees only so many
-keys, its own the last of them.
+keys, its own the last of them. In a packed sequence it sees none before its document.
 
 The S queries are those of a few pieces of a sequence, the T keys and values start at its first position: a rank of
 context parallelism has some of the queries and meets all keys that they see. One piece of all positions, S = T, is
@@ -12,12 +12,14 @@ the attention of a whole sequence.
 The CPU form folds the G = N / K query heads of a KV head into the rows of its matrix products, row s * G + i, so
 keys and values are never repeated, and goes through the queries in blocks: a block of positions [s, e) needs the
 keys before e only, which skips most of the upper triangle in the products and in the softmax, and of a window W the
-keys from s - W + 1 on, so that a short window costs in proportion. Each thread has its own KV heads.
+keys from s - W + 1 on, so that a short window costs in proportion. A block holds queries of one document, whose keys
+begin with it. Each thread has its own KV heads.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +27,8 @@ import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from vha_paddle.ops.attention_gpu import Pieces, attention_on_gpu
+from vha_paddle.ops.attention_gpu import attention_on_gpu
+from vha_paddle.ops.attention_mask import Pieces, segments
 from vha_paddle.ops.backend import for_each_share, gradients_wanted, host_view, on_gpu, only_wanted
 
 _BLOCK_ROWS = 256  # rows of one product: queries of a block times G
@@ -43,14 +46,14 @@ class _Block(NamedTuple):
     kept: slice  # of the head's kept probabilities
 
 
-def _blocks(pieces: Pieces, G: int, window: int | None, block_rows: int) -> list[_Block]:
-    """In the order of the positions."""
+def _blocks(parts: Sequence[tuple[int, int, int]], G: int, window: int | None, block_rows: int) -> list[_Block]:
+    """Of the `segments` of a sequence, in the order of the positions."""
     step = max(1, block_rows // G)
     blocks, row, size = [], 0, 0
-    for begin, end in pieces:
+    for begin, end, origin in parts:
         for start in range(begin, end, step):
             stop = min(start + step, end)
-            first = 0 if window is None else max(0, start - window + 1)
+            first = origin if window is None else max(origin, start - window + 1)
             rows = slice(row, row + (stop - start) * G)
             kept = slice(size, size + (rows.stop - rows.start) * (stop - first))
             blocks.append(_Block(first, start, stop, rows, kept))
@@ -111,28 +114,38 @@ class _Heads:
 class _CausalAttention(PyLayer):
     @staticmethod
     def forward(
-        ctx: Any, q_BSNH: Tensor, k_BTKH: Tensor, v_BTKV: Tensor, pieces: Pieces, window: int | None, scale: float
+        ctx: Any,
+        q_BSNH: Tensor,
+        k_BTKH: Tensor,
+        v_BTKV: Tensor,
+        pieces: Pieces,
+        window: int | None,
+        scale: float,
+        starts_BS: np.ndarray | None,
     ) -> Tensor:
         ctx.wanted = gradients_wanted(q_BSNH, k_BTKH, v_BTKV)
         B, S, N = q_BSNH.shape[:3]
         K, V = v_BTKV.shape[2:]
-        blocks = _blocks(pieces, N // K, window, _BLOCK_ROWS)
+        starts_by_sequence = [None] if starts_BS is None else list(starts_BS)
+        blocks_B = [_blocks(segments(pieces, starts_S), N // K, window, _BLOCK_ROWS) for starts_S in starts_by_sequence]
+        blocks_B *= B // len(blocks_B)  # without documents the same for all
+        size = max(blocks[-1].kept.stop for blocks in blocks_B)
         y_BSNV = paddle.empty([B, S, N, V], q_BSNH.dtype)
         q, k, v, y = (_Heads(x.contiguous(), K) for x in (q_BSNH, k_BTKH, v_BTKV, y_BSNV))
-        keep = any(ctx.wanted) and B * K * blocks[-1].kept.stop <= _MAX_KEPT_PROBABILITIES
-        kept = paddle.empty([B * K if keep else 0, blocks[-1].kept.stop], q_BSNH.dtype)
+        keep = any(ctx.wanted) and B * K * size <= _MAX_KEPT_PROBABILITIES
+        kept = paddle.empty([B * K if keep else 0, size], q_BSNH.dtype)
 
         def work(first: int, last: int) -> None:
             for i in range(first, last):
                 q_RH, k_TH, v_TV, y_RV = q.gather(i, scale), k.gather(i), v.gather(i), y.tensor[i]
-                for block in blocks:
+                for block in blocks_B[i // K]:
                     p = _buffer(kept, i, block)
                     _probabilities(q_RH, k_TH, block, window, out=p)
                     paddle.matmul(p, v_TV[block.first : block.stop], out=y_RV[block.rows])
                 y.scatter(i)
 
         for_each_share(B * K, work)
-        ctx.blocks, ctx.window, ctx.scale = blocks, window, scale
+        ctx.blocks_B, ctx.window, ctx.scale = blocks_B, window, scale
         ctx.save_for_backward(q.tensor, k.tensor, v.tensor, kept)
         return y_BSNV
 
@@ -151,7 +164,7 @@ class _CausalAttention(PyLayer):
                 dq_RH, dk_TH, dv_TV = dq.tensor[i], dk.tensor[i], dv.tensor[i]
                 for total in (dk, dv):
                     total.by_head[i] = 0
-                for block in ctx.blocks:
+                for block in ctx.blocks_B[i // K]:
                     rows, keys = block.rows, slice(block.first, block.stop)
                     p = _buffer(kept, i, block)
                     if not len(kept):
@@ -188,6 +201,15 @@ def _checked_pieces(pieces: Pieces | None, S: int, T: int) -> Pieces:
     return pieces
 
 
+def _check_starts(starts_BS: np.ndarray, B: int, pieces: Pieces) -> None:
+    """ValueError unless they can be the starts of the queries' documents."""
+    position_S = np.concatenate([np.arange(*piece) for piece in pieces])
+    if starts_BS.shape != (B, len(position_S)):
+        raise ValueError(f"starts of shape {starts_BS.shape} do not fit {B} sequences of {len(position_S)} queries")
+    if (starts_BS < 0).any() or (starts_BS > position_S).any() or (np.diff(starts_BS) < 0).any():
+        raise ValueError("starts must ascend, and none may be after its own query")
+
+
 def causal_attention(
     q_BSNH: Tensor,
     k_BTKH: Tensor,
@@ -196,6 +218,7 @@ def causal_attention(
     *,
     window: int | None = None,
     scale: float | None = None,
+    starts_BS: np.ndarray | None = None,
 ) -> Tensor:
     """Softmax attention of each query over the keys at or before its position.
 
@@ -208,6 +231,8 @@ def causal_attention(
         window: keys that a query sees, its own position included: key j of query i where i - window < j <= i. None
             is all before it.
         scale: factor of the scores; None is H**-0.5.
+        starts_BS: of the documents of a packed sequence, for each query the position at which its own starts (see
+            `document_starts`): the first key that it sees. None is no mask of documents.
 
     Returns:
         y_BSNV.
@@ -225,6 +250,8 @@ def causal_attention(
     if window is not None and window >= T:
         window = None
     scale = H**-0.5 if scale is None else scale
+    if starts_BS is not None:
+        _check_starts(starts_BS, B, checked)
     if on_gpu(q_BSNH):
-        return attention_on_gpu(q_BSNH, k_BTKH, v_BTKV, checked, window, scale)
-    return _CausalAttention.apply(q_BSNH, k_BTKH, v_BTKV, checked, window, scale)
+        return attention_on_gpu(q_BSNH, k_BTKH, v_BTKV, checked, window, scale, starts_BS)
+    return _CausalAttention.apply(q_BSNH, k_BTKH, v_BTKV, checked, window, scale, starts_BS)

@@ -30,7 +30,7 @@ from paddle.autograd import PyLayer
 from paddle.base import core
 
 from vha_paddle.parallel import gloo_channels
-from vha_paddle.parallel.gloo_channels import DONE, Channels, Member, array, members, memory
+from vha_paddle.parallel.gloo_channels import DONE, Channels, Member, array, members, memory, timed
 
 _SUM, _AVG = core.ReduceOp.SUM, core.ReduceOp.AVG
 _NUMPY_OPERATION: dict[Any, Any] = {
@@ -435,14 +435,15 @@ def _patch_process_group(group: Any) -> None:
         "recv_partial": gloo_channels.receive_partial,
     }
     for name, operation in operations.items():
+        operation = timed(operation)
         setattr(group, name, operation)
         # Gloo has none of these, and tensor and pipeline parallelism call them
         setattr(group, f"{name}_on_calc_stream", functools.partialmethod(operation, sync_op=True))
     group.create = staticmethod(_create_group)
-    group.allreduce = _all_reduce
-    group.barrier = gloo_channels.barrier
+    group.allreduce = timed(_all_reduce)
+    group.barrier = timed(gloo_channels.barrier)
     group._start_coalescing = gloo_channels.start_coalescing
-    group._end_coalescing = gloo_channels.end_coalescing
+    group._end_coalescing = timed(gloo_channels.end_coalescing)
 
 
 def _patch_fleet() -> None:

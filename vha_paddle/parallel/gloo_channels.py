@@ -13,6 +13,7 @@ returns; messages of one channel arrive in the order sent.
 from __future__ import annotations
 
 import atexit
+import functools
 import queue
 import secrets
 import socket
@@ -305,6 +306,29 @@ DONE = SimpleNamespace(wait=lambda *_: True, is_completed=lambda: True, synchron
 
 members: dict[Any, Member] = {}
 """By process group."""
+
+
+_spent = SimpleNamespace(seconds=0.0)
+
+
+def timed(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """The operation, whose time counts in `seconds_in_messages`."""
+
+    @functools.wraps(operation)
+    def run(*arguments: Any, **options: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return operation(*arguments, **options)
+        finally:
+            _spent.seconds += time.perf_counter() - start
+
+    return run
+
+
+def seconds_in_messages() -> float | None:
+    """How long this process has been in operations of its groups, waiting for other ranks included; None where there
+    are no other ranks, or where the operations are NCCL's and run beside the host."""
+    return _spent.seconds if members else None
 
 
 def is_waiting() -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import paddle
 
 from vha_paddle.parallel.collectives import all_reduce_gradients
@@ -12,6 +14,16 @@ from vha_paddle.parallel.main_gradients import gradient_of
 from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.parallel.ownership import answered_for, with_gradient
 from vha_paddle.parallel.placement import info_of
+from vha_paddle.tensors import GROUPS, group_of
+
+
+@dataclass(frozen=True)
+class GradientNorms:
+    """Norms over all ranks, before clipping."""
+
+    total: float
+    by_group: dict[str, float]
+    """Of the groups of parameters (`tensors.GROUPS`) that the model has; their squares add up to the total's."""
 
 
 def complete_gradients(parameters: Sequence[paddle.Tensor], mesh: Mesh) -> None:
@@ -34,23 +46,31 @@ def complete_gradients(parameters: Sequence[paddle.Tensor], mesh: Mesh) -> None:
             all_reduce_gradients(gradients, group)
 
 
-def clip_by_global_norm(parameters: Sequence[paddle.Tensor], max_norm: float, mesh: Mesh) -> float:
-    """Scale all gradients so that their norm together is at most `max_norm`; returns the norm before.
+def clip_by_global_norm(parameters: Sequence[paddle.Tensor], max_norm: float, mesh: Mesh) -> GradientNorms:
+    """Scale all gradients so that their norm together is at most `max_norm`; returns the norms before.
 
     Each part of each parameter is counted by the one rank that answers for it.
     """
     with paddle.no_grad():
-        squares = _sum_of_squares([gradient_of(parameter) for parameter in answered_for(parameters, mesh)])
-        norm = math.sqrt(mesh.sum_over_ranks(squares))
-        if norm > max_norm:
+        counted = mesh.sum_over_ranks(_squares_and_counts(answered_for(parameters, mesh)))
+        squares = {group: float(square) for group, (square, count) in zip(GROUPS, counted, strict=True) if count}
+        norms = GradientNorms(
+            math.sqrt(sum(squares.values())), {group: math.sqrt(square) for group, square in squares.items()}
+        )
+        if norms.total > max_norm:
             for parameter in with_gradient(parameters, mesh):
-                gradient_of(parameter).scale_(max_norm / norm)
-    return norm
+                gradient_of(parameter).scale_(max_norm / norms.total)
+    return norms
 
 
-def _sum_of_squares(gradients: Sequence[paddle.Tensor]) -> float:
-    """In float64: the sum over a billion elements keeps its digits."""
-    total = paddle.zeros([1], dtype="float64")
-    for gradient in gradients:
-        total = total + paddle._C_ops.squared_l2_norm(gradient).astype("float64")
-    return float(total.numpy()[0])
+def _squares_and_counts(parameters: Sequence[paddle.Tensor]) -> np.ndarray:
+    """A row per group: the sum of squares, in float64 so that one over a billion elements keeps its digits, and how
+    many parameters it is of. What ranks hold differs, so the groups that there are follow from their sum."""
+    totals = [paddle.zeros([1], dtype="float64") for _ in GROUPS]
+    counts = np.zeros(len(GROUPS))
+    for parameter in parameters:
+        index = GROUPS.index(group_of(info_of(parameter).name))
+        totals[index] = totals[index] + paddle._C_ops.squared_l2_norm(gradient_of(parameter)).astype("float64")
+        counts[index] += 1
+    squares: np.ndarray = paddle.concat(totals).numpy()
+    return np.stack([squares, counts], axis=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,11 @@ class Mesh:
         """Whether this process holds the end of the pipeline, where the loss is."""
         return self.pipeline_rank == self.pipeline_degree - 1
 
+    def own_rows(self, global_batch_size: int) -> slice:
+        """The rows of the global batch that this rank trains on; they divide evenly over the data ranks."""
+        share = global_batch_size // self.data_degree
+        return slice(self.data_rank * share, (self.data_rank + 1) * share)
+
     def pieces(self, share: int) -> list[tuple[int, int]]:
         """The positions [start, stop) of the sequence that this rank holds, `share` of them in all.
 
@@ -140,20 +146,22 @@ class Mesh:
     def sum_over_batch(self, value: float) -> float:
         """Sum of every rank's number over the parts of the batch, from the last pipeline stage to all."""
         groups = self.gradient_groups + ((self.pipeline_group,) if self.pipeline_degree > 1 else ())
-        return self._reduce(value if self.is_last_stage else 0.0, groups)
+        return float(_reduced(np.array([value if self.is_last_stage else 0.0]), groups)[0]) if groups else value
 
     def sum_over_tokens(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Sum of every rank's numbers (float64) over the parts of the batch and the pipeline stages, on all ranks."""
         groups = self.gradient_groups + ((self.pipeline_group,) if self.pipeline_degree > 1 else ())
-        holder = paddle.to_tensor(values, dtype="float64")
-        for group in groups:
-            dist.all_reduce(holder, group=group)
-        result: np.ndarray[Any, Any] = holder.numpy()
-        return result
+        return _reduced(values, groups)
 
-    def sum_over_ranks(self, value: float) -> float:
-        """Sum of every rank's number."""
-        return value if self.num_ranks == 1 else self._reduce(value, (None,))
+    def sum_over_ranks(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Sum of every rank's numbers (float64), on all ranks."""
+        return values if self.num_ranks == 1 else _reduced(values, (None,))
+
+    def max_over_ranks(self, values: Sequence[float]) -> list[float]:
+        """The largest of every rank's numbers, each for itself, on all ranks."""
+        if self.num_ranks == 1:
+            return list(values)
+        return [float(value) for value in _reduced(np.array(values), (None,), dist.ReduceOp.MAX)]
 
     def objects(self, value: Any) -> list[Any]:
         """Every rank's `value`, in the order of ranks."""
@@ -170,17 +178,15 @@ class Mesh:
 
     def any_rank(self, flag: bool) -> bool:
         """Whether `flag` holds on at least one rank."""
-        if self.num_ranks == 1:
-            return flag
-        holder = paddle.to_tensor([float(flag)], dtype="float64")
-        dist.all_reduce(holder, op=dist.ReduceOp.MAX)
-        return bool(holder.numpy()[0] > 0)
+        return self.max_over_ranks([float(flag)])[0] > 0
 
-    @staticmethod
-    def _reduce(value: float, groups: tuple[Any, ...]) -> float:
-        if not groups:
-            return value
-        holder = paddle.to_tensor([value], dtype="float64")
-        for group in groups:
-            dist.all_reduce(holder, group=group)
-        return float(holder.numpy()[0])
+
+def _reduced(
+    values: np.ndarray[Any, Any], groups: tuple[Any, ...], operation: Any = dist.ReduceOp.SUM
+) -> np.ndarray[Any, Any]:
+    """Numbers (float64) combined over one group after the other; None is that of all ranks."""
+    holder = paddle.to_tensor(values, dtype="float64")
+    for group in groups:
+        dist.all_reduce(holder, op=operation, group=group)
+    result: np.ndarray[Any, Any] = holder.numpy()
+    return result

@@ -61,12 +61,15 @@ class _Stages(PipelineLayer):
         self.announce: Callable[[int], None] = lambda index: None
         """Called with the index of the microbatch before each forward pass."""
         self._seen: dict[int | None, int] = {}
+        self._first = 0
 
-    def restart(self) -> None:
+    def restart(self, first: int = 0) -> None:
+        """The next microbatch that each chunk sees is number `first`."""
         self._seen.clear()
+        self._first = first
 
     def forward(self, x: paddle.Tensor, chunk_id: int | None = None) -> paddle.Tensor:
-        index = self._seen.get(chunk_id, 0)
+        index = self._seen.get(chunk_id, self._first)
         self._seen[chunk_id] = index + 1
         self.announce(index)
         return super().forward(x, chunk_id)
@@ -125,7 +128,7 @@ class Pipeline(nn.Layer):
         schedule.accumulate_steps = self._num_microbatches if self._mesh.virtual_pipeline > 1 else count
         with paddle.no_grad():
             for first in range(0, len(inputs), schedule.accumulate_steps):
-                self.stages.restart()
+                self.stages.restart(first)
                 part = slice(first, first + schedule.accumulate_steps)
                 schedule.eval_batch(_pairs(inputs[part], labels[part]), compute_loss=True)
         schedule.accumulate_steps = trained

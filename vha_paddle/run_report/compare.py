@@ -14,6 +14,8 @@ from vha_paddle.config.differences import differences
 from vha_paddle.counts import active_parameters, kv_cache_values, parameters
 from vha_paddle.run_report.read import Curve, Run
 
+MEMORY = ("memory.reserved", "memory.resident")
+
 
 @dataclass(frozen=True)
 class Group:
@@ -111,6 +113,9 @@ def comparison(groups: Sequence[Group], window: float) -> dict[str, Any]:
             },
             "val_loss_end": _statistic([_last(run, "val_loss") for run in group.runs]),
             "tokens_per_second": _statistic([_median(run, "tokens_per_second") for run in group.runs]),
+            "mfu": _statistic([_median(run, "mfu") for run in group.runs]),
+            "peak_memory": _statistic([_peak_memory(run) for run in group.runs]),
+            "communication_share": _statistic([run.communication_share() for run in group.runs]),
         }
         for group in groups
     ]
@@ -145,6 +150,11 @@ def _last(run: Run, key: str) -> float | None:
 
 def _median(run: Run, key: str) -> float | None:
     return float(np.median(run.curves[key][1])) if key in run.curves else None
+
+
+def _peak_memory(run: Run) -> float | None:
+    """Bytes of the rank that held most: taken from a GPU, or resident on a CPU."""
+    return next((float(run.curves[key][1].max()) for key in MEMORY if key in run.curves), None)
 
 
 def _statistic(values: Sequence[float | None]) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ from vha_paddle.checkpoint.layout import METRICS_FILE, RECIPE_FILE
 from vha_paddle.config import Recipe, load_recipe
 from vha_paddle.counts import FlopRule, training_flops
 from vha_paddle.errors import UserError
+from vha_paddle.maps import means_of
 
 Curve = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 """Tokens seen, ascending, and the value then."""
@@ -36,6 +37,26 @@ class Run:
         """Training FLOPs, of scores only those that the mask keeps."""
         rule = FlopRule(sequence_length=self.recipe.data.sequence_length, causal=True)
         return training_flops(self.recipe.model, rule)
+
+    def time_shares(self) -> dict[str, float]:
+        """What share of the recorded time each phase took; empty where none is recorded."""
+        seconds = self._seconds()
+        return {phase: spent / sum(seconds.values()) for phase, spent in seconds.items()}
+
+    def communication_share(self) -> float | None:
+        """Of the recorded time, what the main rank spent in communication; None where it is not measured."""
+        if "communication_seconds" not in self.curves:
+            return None
+        return float(self.curves["communication_seconds"][1].sum()) / sum(self._seconds().values())
+
+    def _seconds(self) -> dict[str, float]:
+        """Of each phase, over all records."""
+        prefix = "seconds."
+        return {
+            key.removeprefix(prefix): float(values.sum())
+            for key, (_, values) in self.curves.items()
+            if key.startswith(prefix)
+        }
 
     @property
     def tokens(self) -> int:
@@ -77,14 +98,16 @@ def _whole_lines(path: Path) -> list[str]:
 
 
 def _numbers(path: Path, number: int, line: str) -> tuple[float, dict[str, float]]:
-    """Tokens seen, and every number of a record; those of the maps are left to tools/analyze_maps.py."""
+    """Tokens seen, and every number of a record; of the maps the means, the rest is left to tools/analyze_maps.py."""
     try:
         record = json.loads(line)
         tokens = record["tokens"]
-        parts = {key: value for key, value in record.items() if isinstance(value, dict) and key != "maps"}
+        parts = {key: value for key, value in record.items() if isinstance(value, dict)}
+        if "maps" in parts:
+            parts["maps"] = means_of(parts["maps"])
         flat = record | {f"{key}.{name}": value for key, part in parts.items() for name, value in part.items()}
         values = {key: float(value) for key, value in flat.items() if type(value) in (int, float)}
-        if type(tokens) is int and "loss" in values:
+        if type(tokens) is int and ("loss" in values or "skipped" in record):
             return tokens, values
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass

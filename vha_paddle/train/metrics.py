@@ -1,23 +1,25 @@
-"""Where a run's numbers go: metrics.jsonl (the record), the console, wandb when asked."""
+"""Where a run's numbers go: metrics.jsonl (the record), the console, trackers when asked."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
-import paddle
-from tqdm import tqdm
-
+from vha_paddle import maps
 from vha_paddle.checkpoint.layout import METRICS_FILE
 from vha_paddle.config import Recipe, recipe_to_yaml
 from vha_paddle.errors import UserError
 from vha_paddle.files import atomic_write
-from vha_paddle.maps import means_of, summary
+from vha_paddle.train.console import Console, summary
+from vha_paddle.train.trackers import trackers_of
+from vha_paddle.train.usage import Peaks
 
 
 class MetricsLog:
@@ -28,17 +30,50 @@ class MetricsLog:
 
     def __init__(self, output: Path, resume_step: int) -> None:
         self.path = output / METRICS_FILE
-        kept = [line for number, line in enumerate(self._existing(), 1) if self._step(number, line) <= resume_step]
+        steps = {self._step(number, line): line for number, line in enumerate(self._existing(), 1)}
+        kept = [line for step, line in steps.items() if step <= resume_step]
+        self.dropped = len(steps) - len(kept)
+        self.recorded = max(steps, default=0)
+        """The last step that an earlier start has recorded."""
         with atomic_write(self.path) as file:
             file.writelines(line.encode() + b"\n" for line in kept)
-        self._file: TextIO = open(self.path, "a", encoding="utf-8")
+        self._file: BinaryIO = open(self.path, "ab", buffering=0)
+        self._end = self._file.seek(0, os.SEEK_END)
+        self._unwritten = b""
 
     def write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        """Append a record."""
+        self._unwritten += json.dumps(_as_json(record), allow_nan=False).encode() + b"\n"
+        self._write()
+
+    def flush(self) -> None:
+        """Make what is written durable."""
+        self._write()
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            self._warn(str(error.strerror))
 
     def close(self) -> None:
+        self._write()
         self._file.close()
+
+    def _write(self) -> None:
+        """Write what is due. On a full disk nothing is: it is due again with the next record."""
+        due = self._unwritten
+        try:
+            if self._file.write(due) == len(due):
+                self._unwritten, self._end = b"", self._end + len(due)
+                return
+            reason = "No space left on device"
+        except OSError as error:
+            reason = str(error.strerror)
+        with contextlib.suppress(OSError):
+            self._file.truncate(self._end)  # no part of a line stays
+        self._warn(f"{reason}; records kept in memory: {len(due.splitlines())}")
+
+    def _warn(self, text: str) -> None:
+        print(f"warning: {self.path}: {text}", file=sys.stderr)
 
     def _step(self, number: int, line: str) -> int:
         try:
@@ -54,145 +89,97 @@ class MetricsLog:
         return text[: text.rfind("\n") + 1].splitlines()
 
 
-class Wandb:
-    """The recipe's wandb run, or nothing. A tracker that fails is reported once and then left alone."""
-
-    def __init__(self, recipe: Recipe, output: Path) -> None:
-        self._run: Any = None
-        if recipe.logging.wandb == "off":
-            return
-        try:
-            import wandb
-
-            self._run = wandb.init(
-                project=recipe.logging.wandb_project,
-                name=recipe.run.name,
-                mode=recipe.logging.wandb,
-                dir=os.fspath(output),
-                config=recipe.model_dump(mode="json"),
-                resume="allow",
-            )
-        except Exception as error:  # whatever a tracker raises, training goes on
-            self._give_up(error)
-
-    def log(self, record: dict[str, Any]) -> None:
-        if self._run is None:
-            return
-        try:
-            self._run.log(self._curves(record), step=record["step"])
-        except Exception as error:
-            self._give_up(error)
-
-    @staticmethod
-    def _curves(record: dict[str, Any]) -> dict[str, float]:
-        """The numbers of a record; of the maps their means."""
-        numbers = {key: value for key, value in record.items() if key not in ("step", "maps")}
-        means = means_of(record["maps"]) if "maps" in record else {}
-        return numbers | {f"maps/{measure}": mean for measure, mean in means.items()}
-
-    def close(self) -> None:
-        if self._run is None:
-            return
-        try:
-            self._run.finish()
-        except Exception as error:
-            self._give_up(error)
-
-    def _give_up(self, error: Exception) -> None:
-        print(f"warning: wandb failed ({error}); training goes on, {METRICS_FILE} has every step", file=sys.stderr)
-        self._run = None
-
-
-class Console:
-    """A line per logging interval, and a progress bar where stderr is a terminal."""
-
-    def __init__(self, recipe: Recipe, first_step: int) -> None:
-        self.num_steps = recipe.num_steps
-        self._bar = tqdm(
-            total=recipe.num_steps, initial=first_step, unit="step", disable=not sys.stderr.isatty(), leave=False
-        )
-
-    def advance(self) -> None:
-        self._bar.update()
-
-    def step_line(self, record: dict[str, Any], mfu: float, seconds_left: float) -> None:
-        experts = f"expert load {record['moe']['worst_load']:.2f}  " if "moe" in record else ""
-        self.line(
-            f"step {record['step']:>{len(str(self.num_steps))}}/{self.num_steps}  loss {record['loss']:.4f}  "
-            f"lr {record['lr']:.2e}  grad norm {record['grad_norm']:.3f}  {experts}"
-            f"{record['tokens_per_second']:,.0f} tokens/s  MFU {mfu:.1%}  ETA {_duration(seconds_left)}"
-        )
-
-    def line(self, text: str) -> None:
-        self._bar.clear()
-        print(text, flush=True)
-        self._bar.refresh()
-
-    def close(self) -> None:
-        self._bar.close()
-
-
 class RunLog:
     """All places where a run's numbers go.
 
     Args:
         output: the run's directory.
         first_step: steps done before this start.
-        peak_tokens_per_second: what the measured GEMM rate of all ranks would allow; MFU is relative to it.
-        unigram_entropy: of the validation data (nats per token), shown beside the validation loss.
+        peaks: what MFU is relative to.
+        unigram_entropies: of the validation sets by name (nats per token), shown beside their losses.
     """
 
     def __init__(
-        self, recipe: Recipe, output: Path, first_step: int, peak_tokens_per_second: float, unigram_entropy: float
+        self,
+        recipe: Recipe,
+        output: Path,
+        first_step: int,
+        peaks: Peaks,
+        unigram_entropies: Mapping[str, float],
     ) -> None:
-        self.recipe, self.first_step, self.peak = recipe, first_step, peak_tokens_per_second
-        self.unigram_entropy = unigram_entropy
+        self.recipe, self.first_step = recipe, first_step
+        self.unigram_entropies = unigram_entropies
         self._metrics = MetricsLog(output, first_step)
         self._console = Console(recipe, first_step)
-        self._wandb = Wandb(recipe, output)
+        self._trackers = trackers_of(recipe, output, first_step, self._metrics.recorded)
+        self._peaks = peaks
+        self._step, self._skipped = first_step, 0
+        self._seconds: dict[str, float] = {}
         self._started = time.perf_counter()
 
     def step(self, record: dict[str, Any]) -> None:
         """Record one optimizer step."""
+        record = record | self._peaks.shares(record["tokens_per_second"])
         self._metrics.write(record)
-        self._wandb.log(record)
+        for tracker in self._trackers:
+            tracker.log(record)
         self._console.advance()
-        step, num_steps = record["step"], self.recipe.num_steps
+        self._step, num_steps = record["step"], self.recipe.num_steps
+        step = self._step
+        self._add(record["seconds"])
+        if "skipped" in record:
+            self._skipped += 1
+            self.warn(
+                f"step {step} skipped: {record['skipped']} ({record['skipped_steps']} of "
+                f"{self.recipe.failure.max_skipped_steps} that may be)"
+            )
         if step % self.recipe.logging.interval and step != num_steps:
             return
         seconds_left = (time.perf_counter() - self._started) / (step - self.first_step) * (num_steps - step)
-        self._console.step_line(record, record["tokens_per_second"] / self.peak, seconds_left)
+        self._console.step_line(record, seconds_left)
         if "val_loss" in record:
-            self.line(
-                f"validation loss {record['val_loss']:.4f} nats/token (unigram entropy {self.unigram_entropy:.4f})"
-            )
+            losses = record.get("val_losses", dict.fromkeys(self.unigram_entropies, record["val_loss"]))
+            for name, loss in losses.items():
+                label = f"validation loss of {name}" if len(losses) > 1 else "validation loss"
+                self.line(f"{label} {loss:.4f} nats/token (unigram entropy {self.unigram_entropies[name]:.4f})")
         if "maps" in record:
-            self.line(summary(record["maps"]))
+            self.line(maps.summary(record["maps"]))
 
     def line(self, text: str) -> None:
         """Say something on the console."""
         self._console.line(text)
 
+    @property
+    def dropped(self) -> int:
+        """Records of an earlier start, of steps that this one trains again."""
+        return self._metrics.dropped
+
+    def warn(self, text: str) -> None:
+        """Say what went wrong and does not end the run."""
+        self._console.line(f"warning: {text}")
+
+    def flush(self) -> None:
+        """Make the record of the steps so far durable."""
+        self._metrics.flush()
+        for tracker in self._trackers:
+            tracker.flush()
+
+    def summarize(self, seconds: dict[str, float], checkpoint: Path) -> None:
+        """Say what this start came to. `seconds`: of the phases since the last record; `checkpoint`: the last one."""
+        self._add(seconds)
+        steps = range(self.first_step + 1, self._step + 1)
+        for line in summary(steps, self.recipe.tokens_per_step, self._seconds, self._skipped, checkpoint):
+            self.line(line)
+
+    def _add(self, seconds: Mapping[str, float]) -> None:
+        for phase, spent in seconds.items():
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + spent
+
     def close(self) -> None:
         self._metrics.close()
         self._console.close()
-        self._wandb.close()
-
-
-def measured_gemm_rate(dtype: str, size: int = 1024, seconds: float = 0.3) -> float:
-    """FLOP/s of a GEMM on this process's device and threads, the fastest of many: the ceiling that MFU is measured
-    against, and on a shared machine not the average of its neighbours' work."""
-    left, right = paddle.rand([size, size]).astype(dtype), paddle.rand([size, size]).astype(dtype)
-
-    def wait_for(product: paddle.Tensor) -> None:
-        product[0, 0].item()
-
-    wait_for(paddle.matmul(left, right))
-    fastest, end = math.inf, time.perf_counter() + seconds
-    while (start := time.perf_counter()) < end:
-        wait_for(paddle.matmul(left, right))
-        fastest = min(fastest, time.perf_counter() - start)
-    return 2 * size**3 / fastest
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def write_resolved_recipe(recipe: Recipe, output: Path) -> None:
@@ -201,7 +188,10 @@ def write_resolved_recipe(recipe: Recipe, output: Path) -> None:
         file.write(recipe_to_yaml(recipe).encode())
 
 
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+def _as_json(value: Any) -> Any:
+    """Numbers that are not finite become null, as JSON has no word for them."""
+    if isinstance(value, dict):
+        return {key: _as_json(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_as_json(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -61,6 +61,10 @@ class Optimizer:
             self._decay_to_identity(self._adamw._master_weights, learning_rate)
             self._update(self._adamw)
         self._broadcast()
+        self.discard_gradients()
+
+    def discard_gradients(self) -> None:
+        """Take away the gradients at hand, which an update has used or a skipped step must not leave."""
         for parameter in self.parameters:
             set_gradient(parameter, None)
 

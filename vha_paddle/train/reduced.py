@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import paddle
@@ -12,8 +12,8 @@ from vha_paddle.config.load import with_overrides
 from vha_paddle.config.reduced import MOST_RANKS, reduced
 from vha_paddle.errors import UserError
 from vha_paddle.parallel.mesh import Mesh
+from vha_paddle.train.data import RunData
 from vha_paddle.train.resume import checkpoint_to_continue
-from vha_paddle.train.trainer import RunData
 
 
 def load_reduced(path: Path, overrides: Sequence[str]) -> tuple[Recipe, list[str]]:
@@ -29,7 +29,7 @@ def load_reduced(path: Path, overrides: Sequence[str]) -> tuple[Recipe, list[str
     return with_overrides(small.recipe, overrides), small.changes
 
 
-def check_earlier_run(recipe: Recipe) -> None:
+def check_earlier_run(recipe: Recipe, allow_changed: Collection[str]) -> None:
     """Find out in one process what every rank would: whether an earlier run in `run.output` can be continued.
 
     Raises:
@@ -37,7 +37,7 @@ def check_earlier_run(recipe: Recipe) -> None:
     """
     fingerprint = RunData(recipe).batches.fingerprint
     try:
-        checkpoint_to_continue(recipe, fingerprint, Mesh())
+        checkpoint_to_continue(recipe, fingerprint, Mesh(), allow_changed)
     except UserError as error:
         output = recipe.run.output
         raise UserError(f"{error}: add run.output={output}_2 to the command, or remove {output}") from None

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import paddle
 
-from vha_paddle.checkpoint.layout import TOKENIZER_FILE, Checkpoint, sha256_of
+from vha_paddle.checkpoint.layout import Checkpoint, sha256_of
 from vha_paddle.checkpoint.load import load_masters, load_parameters, open_together
 from vha_paddle.checkpoint.save import OptimizerState
 from vha_paddle.config import Recipe
+from vha_paddle.data.tokenizer_files import tokenizer_files
 from vha_paddle.errors import UserError
 from vha_paddle.parallel.agreement import together
 from vha_paddle.parallel.mesh import Mesh
@@ -42,7 +43,7 @@ def start_from(
 
 
 def _check_tokenizer(checkpoint: Checkpoint, tokenizer: Path) -> None:
-    if sha256_of(tokenizer) != checkpoint.files[TOKENIZER_FILE].sha256:
+    if sha256_of(tokenizer_files(tokenizer)[0]) != checkpoint.files[checkpoint.tokenizer_path.name].sha256:
         raise UserError(
             f"its tokenizer differs from data.tokenizer={tokenizer}, so the same ids mean other text; prepare the data "
             f"with {checkpoint.tokenizer_path}"

@@ -4,111 +4,102 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Container
+from collections.abc import Callable, Collection, Container
 from pathlib import Path
 from typing import Any
 
 import paddle
 
 import vha_paddle
-from vha_paddle.checkpoint.layout import Checkpoint, RunState
+from vha_paddle.checkpoint.layout import METRICS_FILE, Checkpoint, RunState, step_directory
 from vha_paddle.checkpoint.load import load_optimizer, load_parameters, router_state
-from vha_paddle.checkpoint.save import CheckpointSaver
+from vha_paddle.checkpoint.retention import last_good_step, set_aside
+from vha_paddle.checkpoint.save import CheckpointSaver, Router
 from vha_paddle.config import Recipe
-from vha_paddle.counts import FlopRule, training_flops
-from vha_paddle.data.indexed import IndexedTokens
-from vha_paddle.data.loader import TokenBatches, ValidationWindows, unigram_entropy
-from vha_paddle.data.tokenizer import Tokenizer
 from vha_paddle.errors import RunError, UserError
 from vha_paddle.evaluate import validation_loss
 from vha_paddle.model.pipelined import build_model
 from vha_paddle.parallel.agreement import check_agreement, together
 from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.precision.policy import check_fp8
+from vha_paddle.train.changes import changed_keys
+from vha_paddle.train.data import RunData
 from vha_paddle.train.maps import measure_maps
-from vha_paddle.train.metrics import RunLog, measured_gemm_rate, write_resolved_recipe
+from vha_paddle.train.metrics import RunLog, write_resolved_recipe
 from vha_paddle.train.optimizer import Optimizer
-from vha_paddle.train.resume import changed_keys, checkpoint_to_continue
+from vha_paddle.train.phases import Phases
+from vha_paddle.train.resume import checkpoint_to_continue
 from vha_paddle.train.run_directory import run_directory
+from vha_paddle.train.saves import Saves
 from vha_paddle.train.schedule import learning_rate
+from vha_paddle.train.skips import Skips
 from vha_paddle.train.start import start_from
 from vha_paddle.train.step import train_step
-
-
-class RunData:
-    """The run's tokens, opened and checked against the model before anything else starts."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        """Open the datasets.
-
-        Raises:
-            UserError: a file is missing or damaged, or does not fit the tokenizer or the model.
-        """
-        if not Path(recipe.data.tokenizer).is_file():
-            raise UserError(
-                f"data.tokenizer={recipe.data.tokenizer}: no such file; make the data with tools/prepare_data.py "
-                "(`make quickstart` does it for the quickstart) or correct its name"
-            )
-        tokenizer = Tokenizer.load(Path(recipe.data.tokenizer))
-        vocab_size = recipe.model.vocab_size
-        if tokenizer.vocab_size > vocab_size:
-            raise UserError(
-                f"model.vocab_size={vocab_size}: must be at least the {tokenizer.vocab_size} tokens of "
-                f"data.tokenizer={recipe.data.tokenizer}; raise it"
-            )
-
-        def opened(prefix: str) -> IndexedTokens:
-            return IndexedTokens(Path(prefix), vocab_size=vocab_size, tokenizer_sha256=tokenizer.digest)
-
-        train = opened(recipe.data.train)
-        self.batches = TokenBatches(train, recipe.data.sequence_length, recipe.data.global_batch_size, recipe.run.seed)
-        self.train_tokens = train.num_tokens
-        self.validation: ValidationWindows | None = None
-        self.unigram_entropy = math.nan
-        if recipe.data.validation is not None:
-            held_out = opened(recipe.data.validation)
-            self.validation = ValidationWindows(held_out, recipe.data.sequence_length)
-            self.unigram_entropy = unigram_entropy(held_out)
+from vha_paddle.train.usage import Usage, peaks_of
 
 
 class Trainer:
     """Runs a recipe on this process's part of the mesh; every rank holds one."""
 
-    def __init__(self, recipe: Recipe, data: RunData, mesh: Mesh) -> None:
-        """Build the model and continue from the newest checkpoint where the recipe says so.
+    def __init__(
+        self,
+        recipe: Recipe,
+        data: RunData,
+        mesh: Mesh,
+        phases: Phases | None = None,
+        allow_changed: Collection[str] = (),
+    ) -> None:
+        """Build the model and continue from the newest whole checkpoint where the recipe says so.
+
+        Args:
+            allow_changed: keys that may differ from the checkpoint's recipe though they change what is trained.
 
         Raises:
             UserError: the device lacks the recipe's precision, or an earlier run in `run.output` does not fit.
         """
-        self.recipe, self.data, self.mesh = recipe, data, mesh
+        self.recipe, self.data, self.mesh, self.phases = recipe, data, mesh, phases or Phases()
         self.output = Path(recipe.run.output)
         check_precision(recipe)
         self.model = build_model(recipe, mesh, recipe.precision.compute)
         self.optimizer = Optimizer(self.model.parameters(), recipe, mesh)
         self._saver = CheckpointSaver(self.output, recipe, Path(recipe.data.tokenizer), mesh)
         self.optimizer.before_update = self._saver.wait_for_copy
+        self._rows = data.rows_of(mesh)
+        self._usage = Usage(mesh)
         self.step = 0
+        self._skips = Skips(recipe.failure)
         self._origin = "from the start"
-        self._changed = self._resume()
+        self._damaged: dict[Path, str] = {}
+        self._changed = self._resume(allow_changed)
 
-    def fit(self) -> None:
+    def fit(self, is_interrupted: Callable[[], bool] = lambda: False) -> bool:
         """Train to the end of the schedule; the last step is evaluated and saved.
 
+        Args:
+            is_interrupted: asked after every step. If it holds on any rank, the step is saved and training ends.
+
+        Returns:
+            Whether the end was reached.
+
         Raises:
-            RunError: loss or gradient is not finite, or a checkpoint could not be written.
+            RunError: too many steps were skipped, or too many checkpoints could not be written.
         """
         if self.step == self.recipe.num_steps:
             if self.mesh.is_main:
                 print(f"{self.output}: complete at step {self.step}; raise schedule.total_tokens to train on")
-            return
+            return True
         with run_directory(self.output, self.mesh):
-            self._fit()
+            return self._fit(is_interrupted)
 
-    def _fit(self) -> None:
+    def _fit(self, is_interrupted: Callable[[], bool]) -> bool:
         log = self._open_log_together()
+        warn = (lambda text: None) if log is None else lambda text: log.warn(f"step {self.step}: {text}")
+        saves = Saves(self._saver, self.recipe.checkpoint.max_failed_saves, warn)
         try:
             while self.step < self.recipe.num_steps:
                 record = self._train_one()
+                if saves.failed:
+                    record["failed_saves"] = saves.failed
                 if log is not None:
                     log.step(record)
                 interval = self.recipe.debug.check_ranks_interval
@@ -116,28 +107,39 @@ class Trainer:
                     check_agreement(self.model.parameters(), self.mesh)
                     if log is not None:
                         log.line(f"step {self.step}: ranks agree on every parameter")
-                if self._is_due(self.recipe.checkpoint.interval):
-                    self.save()
-            self._saver.wait()
+                is_last = self.step == self.recipe.num_steps
+                ends = self.mesh.any_rank(is_interrupted()) or is_last
+                if ends or self._is_due(self.recipe.checkpoint.interval):
+                    self.phases.enter(self.step, "checkpoint")
+                    if log is not None:
+                        log.flush()
+                    (saves.save_now if ends else saves.save)(*self._what_to_save())
+                if ends:
+                    if log is not None:
+                        log.summarize(self.phases.take(), step_directory(self.output, self.step))
+                    return is_last
+            raise AssertionError("the last step ends the loop")
         finally:
             self._saver.close()
             if log is not None:
                 log.close()
 
-    def evaluate(self) -> float | None:
-        """Mean validation loss (nats per token), or None without validation data. Every rank takes part."""
-        windows = self.data.validation
-        if windows is None:
-            return None
-        return validation_loss(
-            self.model, windows, self.recipe.logging.eval_sequences, self.recipe.data.micro_batch_size, self.mesh
-        )
+    def evaluate(self) -> dict[str, float]:
+        """Mean loss (nats per token) of each validation set, by its name. Every rank takes part."""
+        count, size = self.recipe.logging.eval_sequences, self.recipe.data.micro_batch_size
+        return {
+            name: validation_loss(self.model, held_out.windows, count, size, self.mesh, self.data.eod_id)
+            for name, held_out in self.data.validation.items()
+        }
 
     def save(self) -> Path:
         """Save the checkpoint of the current step; every rank takes part.
 
-        Under `checkpoint.asynchronous` it is complete when the next save starts or `fit` returns.
+        Under `checkpoint.asynchronous` it is complete when the next save starts.
         """
+        return self._saver.save(*self._what_to_save())
+
+    def _what_to_save(self) -> tuple[RunState, Optimizer, Router | None]:
         recipe = self.recipe
         state = RunState(
             step=self.step,
@@ -146,15 +148,23 @@ class Trainer:
             seed=recipe.run.seed,
             data_fingerprint=self.data.batches.fingerprint,
             version=vha_paddle.__version__,
+            skipped=self._skips.total,
+            skipped_in_a_row=self._skips.in_a_row,
+            losses=self._skips.losses,
         )
         balance = self.model.balance
-        return self._saver.save(state, self.optimizer, None if balance is None else balance.state())
+        return state, self.optimizer, None if balance is None else balance.state()
 
     def _train_one(self) -> dict[str, Any]:
         """One optimizer step; returns its record for the log."""
         recipe = self.recipe
         start = time.perf_counter()
-        tokens_BS, labels_BS = self.data.batches.batch(self.step)
+
+        def enter(phase: str) -> None:
+            self.phases.enter(self.step + 1, phase)
+
+        enter("data")
+        tokens_BS, labels_BS = self._rows(self.step)
         tokens = (self.step + 1) * recipe.tokens_per_step
         rate = learning_rate(recipe.schedule, recipe.optim.lr, tokens)
         try:
@@ -163,53 +173,96 @@ class Trainer:
                 self.optimizer,
                 tokens_BS,
                 labels_BS,
-                self.step * recipe.data.global_batch_size,
+                self.step * recipe.data.global_batch_size + self.mesh.own_rows(recipe.data.global_batch_size).start,
                 recipe.data.micro_batch_size,
                 rate,
                 recipe.optim.max_grad_norm,
                 self.mesh,
+                enter,
+                self.data.eod_id,
+                fault_of=self._skips.fault,
             )
         except RunError as error:
             raise RunError(f"step {self.step + 1}: {error}") from None
         self.step += 1
+        self._count_skipped(result.skipped, result.loss)
+        seconds = time.perf_counter() - start
         record: dict[str, Any] = {
             "step": self.step,
             "tokens": tokens,
             "loss": result.loss,
             "lr": rate,
             "grad_norm": result.grad_norm,
-            "tokens_per_second": recipe.tokens_per_step / (time.perf_counter() - start),
+            "grad_norms": result.norms.by_group,
+            "tokens_per_second": recipe.tokens_per_step / seconds,
         }
         if result.moe is not None:
             record["moe"] = result.moe
+        if result.skipped is not None:
+            record |= {"skipped": result.skipped, "skipped_steps": self._skips.total}
         if self._is_due(recipe.logging.eval_interval):
-            loss = self.evaluate()
-            if loss is not None:
-                record["val_loss"] = loss
+            self.phases.enter(self.step, "evaluation")
+            losses = self.evaluate()
+            if losses:
+                record["val_loss"] = math.fsum(losses.values()) / len(losses)
+            if len(losses) > 1:
+                record["val_losses"] = losses
         maps_interval = recipe.logging.maps_interval
         if maps_interval is not None and self._is_due(maps_interval):
+            self.phases.enter(self.step, "maps")
             record["maps"] = measure_maps(self.model.parameters(), self.mesh)
+        self.phases.enter(self.step, "log")
+        record |= self._usage.record(with_memory=self._is_due(recipe.logging.interval))
+        record["seconds"] = {phase: round(seconds, 6) for phase, seconds in self.phases.take().items()}
         return record
 
     def _is_due(self, interval: int | None) -> bool:
         """Whether what is done every so many steps, and after the last one, is done now."""
         return self.step == self.recipe.num_steps or (interval is not None and self.step % interval == 0)
 
-    def _resume(self) -> list[str]:
+    def _count_skipped(self, fault: str | None, loss: float) -> None:
+        """Remember whether the step was applied.
+
+        Raises:
+            RunError: more steps were skipped than may be.
+        """
+        if fault is None:
+            self._skips.applied(loss)
+            return
+        self._skips.skipped()
+        if not self._skips.is_over_budget:
+            return
+        self._saver.close()
+        good = self.mesh.objects(last_good_step(self.output))[0]
+        raise RunError(
+            f"step {self.step}: {fault}; steps skipped: {self._skips.total}, and failure.max_skipped_steps="
+            f"{self.recipe.failure.max_skipped_steps}; "
+            + (
+                "nothing was saved yet"
+                if good is None
+                else f"last good checkpoint: {step_directory(self.output, good)}"
+            )
+            + "; look at the data of these steps, lower optim.lr, or raise failure.max_skipped_steps"
+        )
+
+    def _resume(self, allow_changed: Collection[str]) -> list[str]:
         """Continue from the newest checkpoint, if there is one, else from `run.start_from`; returns the keys that
         differ from the checkpoint's."""
-        checkpoint = checkpoint_to_continue(self.recipe, self.data.batches.fingerprint, self.mesh)
-        if checkpoint is None:
+        found = checkpoint_to_continue(self.recipe, self.data.batches.fingerprint, self.mesh, allow_changed)
+        if found is None:
             start = start_from(self.recipe, self.model.named_tensors(), self.optimizer, self.mesh)
             if start is None:
                 return []
             self._restore_routers(start, start.router_tensors())
             self._origin = f"from the weights of {start.path}"
             return [line for line in changed_keys(start.recipe, self.recipe) if line.startswith("model.")]
+        checkpoint, self._damaged = found.checkpoint, found.damaged
         load_parameters(self.model.named_tensors(), checkpoint.model_tensors(), self.mesh)
         load_optimizer(self.optimizer, checkpoint, self.mesh)
         self._restore_routers(checkpoint)
-        self.step = checkpoint.state.step
+        state = checkpoint.state
+        self.step = state.step
+        self._skips = Skips(self.recipe.failure, state.skipped, state.skipped_in_a_row, state.losses)
         self._origin = f"from step {self.step}"
         return changed_keys(checkpoint.recipe, self.recipe)
 
@@ -232,25 +285,31 @@ class Trainer:
 
     def _open_log(self) -> RunLog:
         recipe = self.recipe
+        aside = [f"{fault}: passed over, and kept as {set_aside(path).name}" for path, fault in self._damaged.items()]
         write_resolved_recipe(recipe, self.output)
-        # causal: MFU counts only the scores that the mask keeps
-        rule = FlopRule(sequence_length=recipe.data.sequence_length, causal=True)
-        ceiling = measured_gemm_rate(recipe.precision.compute) * self.mesh.num_ranks
-        peak = ceiling / training_flops(recipe.model, rule)
-        log = RunLog(recipe, self.output, self.step, peak, self.data.unigram_entropy)
+        peaks = peaks_of(recipe, self.mesh.num_ranks)
+        log = RunLog(recipe, self.output, self.step, peaks, self._unigram_entropies())
         log.line(self._opening_line())
+        for line in self.data.passes(recipe.num_steps):
+            log.line(line)
+        if log.dropped:
+            log.line(f"{METRICS_FILE}: dropped {log.dropped} records after step {self.step}, which are trained again")
+        for text in aside:
+            log.warn(text)
         if self._changed:
             log.line(f"changed since the checkpoint: {', '.join(self._changed)}")
         return log
 
     def _opening_line(self) -> str:
         recipe = self.recipe
-        epochs = recipe.num_steps * recipe.tokens_per_step / self.data.train_tokens
         ranks = f"{self.mesh.num_ranks} rank" + "s" * (self.mesh.num_ranks > 1)
         return (
             f"{recipe.run.name}: {recipe.model.attention.kind}, {recipe.num_steps} steps of {recipe.tokens_per_step:,} "
-            f"tokens ({epochs:.2f} epochs) on {ranks}, {self._origin}; output in {self.output}"
+            f"tokens on {ranks}, {self._origin}; output in {self.output}"
         )
+
+    def _unigram_entropies(self) -> dict[str, float]:
+        return {name: held_out.unigram_entropy for name, held_out in self.data.validation.items()}
 
 
 def check_precision(recipe: Recipe) -> None:
