@@ -85,17 +85,21 @@ def write_huggingface(folder: Path, texts: list[str]) -> Path:
     return folder
 
 
+# The system counts the memory of a new process from that of the one that starts it, so a small one starts it here.
+STARTER = """
+import json, resource, subprocess, sys
+subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(json.dumps([usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024]))
+"""
+
+
 def run(arguments: list[object]) -> Usage:
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", STARTER, sys.executable, *map(str, arguments)]
     start = time.perf_counter()
-    process = subprocess.Popen(
-        [sys.executable, *map(str, arguments)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
-    )
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise RuntimeError(f"{arguments} ended with code {process.returncode}")
-    return Usage(time.perf_counter() - start, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+    return Usage(time.perf_counter() - start, *json.loads(done.stdout))
 
 
 def ours(corpus: Path, tokenizer: Path, workers: int, out: Path) -> Usage:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vha_paddle.data.indexed import IndexedTokens, write_indexed
-from vha_paddle.data.tokenizer import Tokenizer, train_sentencepiece
+from vha_paddle.data.sentencepiece_tokenizer import SentencePieceTokenizer, train_sentencepiece
 
 WORDS = (
     "the a cache head query key value of and to in is reads writes keeps every token layer model that it "
@@ -42,7 +42,7 @@ def documents() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(documents: list[str], tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def tokenizer(documents: list[str], tmp_path_factory: pytest.TempPathFactory) -> SentencePieceTokenizer:
     return train_sentencepiece(documents, 400, tmp_path_factory.mktemp("tokenizer") / "tokenizer.model")
 
 

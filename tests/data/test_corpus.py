@@ -1,4 +1,4 @@
-"""Where documents come from."""
+"""The built-in corpus."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vha_paddle.data import corpus
-from vha_paddle.data.corpus import builtin_documents, read_documents, text_files
+from vha_paddle.data.corpus import builtin_documents
 from vha_paddle.errors import UserError
 
 
@@ -86,59 +86,3 @@ def test_interpreter_without_sources_is_a_user_error(tmp_path: Path, monkeypatch
     monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(UserError, match="needs the standard library's .py files"):
         list(builtin_documents())
-
-
-def test_text_file_is_one_document_with_its_line_ends(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes("\ufeffone\r\n\r\n  two\té\n".encode())
-    assert list(read_documents(tmp_path / "a.txt")) == ["one\r\n\r\n  two\té\n"]
-
-
-def test_jsonl_file_is_one_document_a_line(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "one\\n two", "id": 1}\n\n{"text": "é"}\n{"text": "  "}', "utf-8")
-    assert list(read_documents(tmp_path / "a.jsonl")) == ["one\n two", "é"]
-
-
-def test_blank_text_file_gives_no_document(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(" \n")
-    assert list(read_documents(tmp_path / "a.txt")) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.txt", b"ab\xff", r"a\.txt is not UTF-8 at byte 2"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}', r"line 2 is not UTF-8"),
-        ("a.jsonl", b"{", r"line 1 is not JSON"),
-        ("a.jsonl", b'["x"]', r"line 1 must be an object"),
-        ("a.jsonl", b'{"text": 3}', r"line 1 must be an object with a string"),
-        ("a.jsonl", b'{"text": "\\ud800"}', r"line 1 holds half of a surrogate pair"),
-    ],
-)
-def test_damaged_input_is_a_user_error(tmp_path: Path, name: str, content: bytes, message: str) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        list(read_documents(tmp_path / name))
-
-
-def test_unreadable_input_is_a_user_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot be read"):
-        list(read_documents(tmp_path / "gone.txt"))
-
-
-def test_folder_becomes_its_files_by_path_and_each_once(tmp_path: Path) -> None:
-    for name in ("b.txt", "a/z.jsonl", "a/b.txt", "a/c.md"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("x")
-    found = text_files([tmp_path / "b.txt", tmp_path])
-    assert found == [tmp_path / "b.txt", tmp_path / "a/b.txt", tmp_path / "a/z.jsonl"]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("gone.txt", "does not exist"), ("c.md", "must end in .txt"), ("empty", "has no .txt or .jsonl file")],
-)
-def test_useless_path_is_a_user_error(tmp_path: Path, name: str, message: str) -> None:
-    (tmp_path / "c.md").write_text("x")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=message):
-        text_files([tmp_path / name])

@@ -13,7 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from vha_paddle.data import indexed, indexed_writer
 from vha_paddle.data.indexed import HEADER, IndexedTokens, write_indexed
+from vha_paddle.data.indexed_writer import Piece, PieceWriter, join_pieces
 from vha_paddle.errors import UserError
 
 DOCUMENTS = ([5, 6, 7], [8], [9, 999, 0, 4])
@@ -79,6 +81,47 @@ def test_reader_agrees_with_paddlenlps(write_tokens: Callable[..., Path], vocab_
         assert np.array_equal(mine, [*document, 2])
 
 
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(1000, np.uint16), (100_000, np.int32)])
+def test_files_are_those_of_paddlenlps_builder(
+    write_tokens: Callable[..., Path], tmp_path: Path, vocab_size: int, dtype: type
+) -> None:
+    from paddlenlp.data.indexed_dataset import MMapIndexedDatasetBuilder
+
+    chooser = np.random.default_rng(1)
+    documents = [chooser.integers(0, 1000, size=chooser.integers(1, 40)) for _ in range(50)]
+    ours = write_tokens(*documents, vocab_size=vocab_size)
+    builder = MMapIndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=dtype)
+    for document in documents:
+        builder.add_item(document)
+        builder.end_document()
+    with contextlib.redirect_stdout(io.StringIO()):
+        builder.finalize(str(tmp_path / "theirs.idx"))
+    for suffix in (".bin", ".idx"):
+        assert ours.with_suffix(suffix).read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 1000])
+def test_pieces_of_any_number_are_joined_to_the_same_bytes(
+    write_tokens: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    documents = [[number] * (number + 1) for number in range(12)]
+    whole = write_tokens(*documents, vocab_size=50, eod_id=49)
+    monkeypatch.setattr(indexed_writer, "_BLOCK", block)
+    monkeypatch.setattr(indexed, "_CHUNK", block)
+    pieces = []
+    for index, some in enumerate((documents[:5], documents[5:6], [], documents[6:])):
+        tokens, sizes = tmp_path / f"{index}.tokens", tmp_path / f"{index}.sizes"
+        with open(tokens, "wb") as tokens_file, open(sizes, "wb") as sizes_file:
+            writer = PieceWriter(tokens_file, sizes_file, 50, 49)
+            writer.add(some)
+        pieces.append(Piece(tokens, sizes, 0, writer.documents))
+    (tmp_path / "joined").mkdir()
+    join_pieces(tmp_path / "joined/x", pieces, 50, eod_id=49, tokenizer_sha256="abc", source="test")
+    for suffix in (".bin", ".idx", ".json"):
+        assert (tmp_path / f"joined/x{suffix}").read_bytes() == whole.with_suffix(suffix).read_bytes()
+    assert IndexedTokens(tmp_path / "joined/x", vocab_size=50).num_documents == 12
+
+
 def test_document_of_several_sequences_is_one_stream(tmp_path: Path) -> None:
     (tmp_path / "x.idx").write_bytes(index_bytes(8, [2, 1, 3], 2, [0, 2, 3]))
     (tmp_path / "x.bin").write_bytes(struct.pack("<6H", 1, 2, 3, 4, 5, 6))
@@ -126,7 +169,7 @@ def test_index_is_never_there_without_its_data(
 ) -> None:
     """A machine that dies between two renames leaves no .idx, so no reader takes old and new for a pair."""
     prefix = write_tokens(*DOCUMENTS)
-    import vha_paddle.data.indexed as module
+    module = indexed_writer
 
     rename, calls = module.os.replace, []
 

@@ -2,46 +2,31 @@
 
 from __future__ import annotations
 
+import gzip
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from tests.data.prepared import FILES, as_jsonl, contents, plan_for, run_tool, write_mixed
+from vha_paddle import __version__
 from vha_paddle.data.indexed import IndexedTokens
 from vha_paddle.data.loader import unigram_entropy
-from vha_paddle.data.prepare import Plan, prepare, split_of
-from vha_paddle.data.tokenizer import Tokenizer
+from vha_paddle.data.parts import split_of
+from vha_paddle.data.prepare import Plan, prepare
+from vha_paddle.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from vha_paddle.errors import RunError, UserError
-
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "prepare_data.py"
-FILES = {"tokenizer.model"} | {
-    f"{split}.{kind}" for split in ("train", "validation") for kind in ("bin", "idx", "json")
-}
-
-
-def silent(documents: Iterable[str], activity: str) -> Iterable[str]:
-    return documents
-
-
-def run_tool(*arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    command = [sys.executable, str(TOOL), *map(str, arguments)]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture
 def corpus_file(tmp_path: Path, documents: list[str]) -> Path:
     path = tmp_path / "text.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), "utf-8")
+    path.write_bytes(as_jsonl(documents))
     return path
 
 
@@ -58,9 +43,9 @@ def plan(tmp_path: Path, corpus_file: Path) -> Plan:
 
 
 def test_folder_holds_every_document_in_its_split(plan: Plan, documents: list[str]) -> None:
-    summary = prepare(plan, dry_run=False, progress=silent)
+    summary = prepare(plan)
     assert {path.name for path in plan.out.iterdir()} == FILES
-    tokenizer = Tokenizer.load(plan.out / "tokenizer.model")
+    tokenizer = SentencePieceTokenizer.load(plan.out / "tokenizer.model")
     for split in ("train", "validation"):
         indexed = IndexedTokens(plan.out / split, vocab_size=350, tokenizer_sha256=tokenizer.digest)
         texts = [tokenizer.decode(ids) for ids in _documents(indexed, tokenizer)]
@@ -70,10 +55,11 @@ def test_folder_holds_every_document_in_its_split(plan: Plan, documents: list[st
         assert counts["bytes"] == sum(len(text.encode()) for text in texts)
         assert counts["tokens"] == indexed.num_tokens
         assert counts["unigram_entropy_nats"] == unigram_entropy(indexed)
-    assert summary["tokenizer"] == {"vocab_size": 350, "sha256": tokenizer.digest}
+    figures = {"vocab_size": 350, "sha256": tokenizer.digest, "eod_token": "</s>"}
+    assert figures.items() <= summary["tokenizer"].items()
 
 
-def _documents(indexed: IndexedTokens, tokenizer: Tokenizer) -> list[list[int]]:
+def _documents(indexed: IndexedTokens, tokenizer: SentencePieceTokenizer) -> list[list[int]]:
     """Split the stream at its end tokens, which no text contains."""
     found: list[list[int]] = [[]]
     for token in indexed.tokens.tolist():
@@ -93,63 +79,61 @@ def test_split_takes_about_the_fraction_and_depends_on_the_text_alone(
 
 
 def test_same_input_gives_the_same_bytes(plan: Plan, tmp_path: Path) -> None:
-    prepare(plan, dry_run=False, progress=silent)
-    prepare(replace(plan, out=tmp_path / "again"), dry_run=False, progress=silent)
+    prepare(plan)
+    prepare(replace(plan, out=tmp_path / "again"))
     assert contents(plan.out) == contents(tmp_path / "again")
 
 
-def test_given_tokenizer_is_used_and_copied(plan: Plan, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    tokenizer.save(tmp_path / "given.model")
+def test_given_tokenizer_is_used_and_copied(plan: Plan, tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
+    (tmp_path / "given.model").write_bytes(tokenizer.model_bytes)
     given = replace(plan, tokenizer=tmp_path / "given.model", train_vocab_size=None)
-    summary = prepare(given, dry_run=False, progress=silent)
+    summary = prepare(given)
     assert (plan.out / "tokenizer.model").read_bytes() == tokenizer.model_bytes
     assert summary["splits"]["train"]["vocab_size"] == 400
 
 
 def test_tokenizer_does_not_see_held_out_text(plan: Plan, documents: list[str], tmp_path: Path) -> None:
-    prepare(plan, dry_run=False, progress=silent)
+    prepare(plan)
     train_only = tmp_path / "train.jsonl"
     kept = [text for text in documents if split_of(text, 0.2) == "train"]
-    train_only.write_text("".join(json.dumps({"text": text}) + "\n" for text in kept), "utf-8")
+    train_only.write_bytes(as_jsonl(kept))
     alone = replace(plan, inputs=(train_only,), validation_fraction=0.0, out=tmp_path / "alone")
-    prepare(alone, dry_run=False, progress=silent)
+    prepare(alone)
     assert (alone.out / "tokenizer.model").read_bytes() == (plan.out / "tokenizer.model").read_bytes()
 
 
 def test_fraction_zero_writes_no_validation_files(plan: Plan) -> None:
-    summary = prepare(replace(plan, validation_fraction=0.0), dry_run=False, progress=silent)
+    summary = prepare(replace(plan, validation_fraction=0.0))
     assert {path.name for path in plan.out.iterdir()} == {name for name in FILES if "validation" not in name}
     assert list(summary["splits"]) == ["train"]
 
 
-def test_dry_run_counts_and_writes_nothing(plan: Plan, tmp_path: Path) -> None:
-    before = sorted(tmp_path.rglob("*"))
-    summary = prepare(plan, dry_run=True, progress=silent)
-    assert sorted(tmp_path.rglob("*")) == before
-    assert sum(split["documents"] for split in summary["splits"].values()) == 120
-
-
 def test_overwrite_replaces_all_earlier_data(plan: Plan) -> None:
-    prepare(plan, dry_run=False, progress=silent)
-    prepare(replace(plan, validation_fraction=0.0, overwrite=True), dry_run=False, progress=silent)
+    prepare(plan)
+    prepare(replace(plan, validation_fraction=0.0, overwrite=True))
     assert {path.name for path in plan.out.iterdir()} == {name for name in FILES if "validation" not in name}
 
 
-def test_failure_keeps_earlier_data_and_leaves_nothing_else(
+def test_failure_keeps_earlier_data_and_what_is_done(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare(plan, dry_run=False, progress=silent)
+    prepare(plan)
     before = contents(plan.out)
-    monkeypatch.setattr("vha_paddle.data.prepare.unigram_entropy", lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        prepare(replace(plan, overwrite=True, validation_fraction=0.3), dry_run=False, progress=silent)
+    again = replace(plan, overwrite=True, validation_fraction=0.3)
+    with monkeypatch.context() as context:
+        context.setattr("vha_paddle.data.folder._entropy", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare(again)
     assert contents(plan.out) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.work", "out", "text.jsonl"]
+    prepare(again)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.jsonl"]
+    assert contents(plan.out) != before
 
 
 def test_folder_that_cannot_be_written_is_a_run_error(plan: Plan, corpus_file: Path) -> None:
     with pytest.raises(RunError, match="cannot write"):
-        prepare(replace(plan, out=corpus_file / "below" / "a-file"), dry_run=False, progress=silent)
+        prepare(replace(plan, out=corpus_file / "below" / "a-file"))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +144,11 @@ def test_folder_that_cannot_be_written_is_a_run_error(plan: Plan, corpus_file: P
         ({"train_vocab_size": 100_000}, "no tokenizer of 100000 ids can be trained"),
         ({"validation_fraction": 1.0}, r"validation_fraction 1.0 must be in \[0, 1\)"),
         ({"validation_fraction": 1e-9}, "no document falls into the validation split"),
-        ({"validation_fraction": 1 - 1e-9}, "no document falls into the train split"),
+        ({"validation_fraction": 1 - 1e-9}, "no tokenizer can be trained: the documents hold no text"),
+        ({"workers": 0}, "workers 0 must be at least 1"),
+        ({"shard": 0, "num_shards": 2}, "shard 0/2 must be from 1/2 up"),
+        ({"shard": 3, "num_shards": 2}, "shard 3/2 must be from 1/2 up"),
+        ({"shard": 1, "num_shards": 2}, "shards must share one tokenizer"),
         ({"inputs": (Path("gone.txt"),)}, "input gone.txt does not exist"),
         ({"tokenizer": Path("gone.model"), "train_vocab_size": None}, "tokenizer gone.model cannot be read"),
     ],
@@ -169,13 +157,13 @@ def test_wrong_plan_is_a_user_error_and_leaves_nothing(
     plan: Plan, tmp_path: Path, change: dict[str, object], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        prepare(replace(plan, **change), dry_run=False, progress=silent)
+        prepare(replace(plan, **change))
     assert [path.name for path in tmp_path.iterdir()] == ["text.jsonl"]
 
 
 def test_out_that_is_a_file_is_a_user_error(plan: Plan, corpus_file: Path) -> None:
     with pytest.raises(UserError, match="is a file; name a folder"):
-        prepare(replace(plan, out=corpus_file, overwrite=True), dry_run=True, progress=silent)
+        prepare(replace(plan, out=corpus_file, overwrite=True))
 
 
 @pytest.mark.parametrize(
@@ -189,8 +177,144 @@ def test_folder_in_use_is_a_user_error(plan: Plan, name: str, overwrite: bool, m
     plan.out.mkdir()
     (plan.out / name).write_text("precious")
     with pytest.raises(UserError, match=message):
-        prepare(replace(plan, overwrite=overwrite), dry_run=False, progress=silent)
+        prepare(replace(plan, overwrite=overwrite))
     assert contents(plan.out) == {name: b"precious"}
+    assert sorted(path.name for path in plan.out.parent.iterdir()) == ["out", "text.jsonl"]
+
+
+@pytest.fixture
+def mixed(tmp_path: Path, tokenizer: SentencePieceTokenizer, documents: list[str]) -> Plan:
+    """A plan of files of every kind, in many parts."""
+    (tmp_path / "given.model").write_bytes(tokenizer.model_bytes)
+    return plan_for(tmp_path / "out", write_mixed(tmp_path / "text", documents), tmp_path / "given.model")
+
+
+def test_every_kind_of_file_gives_its_documents_in_order(
+    mixed: Plan, tokenizer: SentencePieceTokenizer, documents: list[str]
+) -> None:
+    prepare(mixed)
+    for split in ("train", "validation"):
+        indexed = IndexedTokens(mixed.out / split, vocab_size=400, tokenizer_sha256=tokenizer.digest)
+        texts = [tokenizer.decode(ids) for ids in _documents(indexed, tokenizer)]
+        assert texts == [text for text in documents if split_of(text, 0.2) == split]
+
+
+@pytest.mark.parametrize("change", [{"workers": 3}, {"part_bytes": 1 << 30}, {"part_bytes": 700, "workers": 2}])
+def test_bytes_depend_neither_on_workers_nor_on_parts(mixed: Plan, tmp_path: Path, change: dict[str, int]) -> None:
+    prepare(mixed)
+    prepare(replace(mixed, out=tmp_path / "again", **change))
+    one, other = contents(mixed.out), contents(tmp_path / "again")
+    if "part_bytes" in change:  # which is in the manifest, because shards are made of parts
+        one, other = ({name: one[name] for name in one if name != "manifest.json"} for one in (one, other))
+    assert one == other
+
+
+def test_manifest_says_how_the_folder_came(mixed: Plan, tmp_path: Path, tokenizer: SentencePieceTokenizer) -> None:
+    summary = prepare(mixed)
+    manifest = json.loads((mixed.out / "manifest.json").read_text())
+    assert summary == {"out": str(mixed.out), "dry_run": False} | manifest
+    assert manifest["version"] == __version__
+    assert manifest["source"] == str(tmp_path / "text")
+    files = sorted((tmp_path / "text").iterdir())
+    assert manifest["inputs"] == [{"path": str(path), "bytes": path.stat().st_size} for path in files]
+    assert manifest["options"] == {
+        "text_key": "text",
+        "validation_fraction": 0.2,
+        "on_error": "fail",
+        "part_bytes": mixed.part_bytes,
+    }
+    assert manifest["shard"] == "1/1"
+    assert manifest["tokenizer"]["files"] == {"tokenizer.model": tokenizer.digest}
+    assert manifest["tokenizer"]["library"].startswith("sentencepiece ")
+    assert sum(split["documents"] for split in manifest["splits"].values()) == 120
+    for name, split in manifest["splits"].items():
+        found = json.loads((mixed.out / f"{name}.json").read_text())
+        assert {key: split[key] for key in found if key != "source"} | {"source": manifest["source"]} == found
+
+
+def test_blank_documents_are_left_out_and_counted(mixed: Plan, tmp_path: Path) -> None:
+    (tmp_path / "text" / "9.jsonl").write_bytes(as_jsonl(["", " \n\t", "\u3000", "x y z"]))
+    summary = prepare(mixed)
+    assert summary["blank"] == 3
+    assert sum(split["documents"] for split in summary["splits"].values()) == 121
+
+
+@pytest.fixture
+def broken(mixed: Plan, tmp_path: Path, documents: list[str]) -> Plan:
+    """Beside good files: bad lines, null rows, a cut gzip file and one that is no Parquet."""
+    lines = as_jsonl(documents[:20]).splitlines(keepends=True)
+    (tmp_path / "text" / "a.jsonl").write_bytes(b"".join([*lines[:7], b"{\n", *lines[7:15], b"[]\n", *lines[15:]]))
+    pq.write_table(pa.table({"text": ["a b", None, "c d"]}), tmp_path / "text" / "b.parquet", row_group_size=2)
+    (tmp_path / "text" / "c.jsonl.gz").write_bytes(gzip.compress(as_jsonl(documents))[:-100])
+    (tmp_path / "text" / "d.parquet").write_bytes(b"PAR1 or so")
+    return replace(mixed, inputs=(str(tmp_path / "text"),))
+
+
+def test_broken_input_fails_with_its_place(broken: Plan, tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"text/a\.jsonl:8 is not JSON .*; or leave such input out with --on-error skip"
+    ):
+        prepare(broken)
+    assert not broken.out.exists()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_broken_input_is_skipped_counted_and_listed(broken: Plan, tmp_path: Path, workers: int) -> None:
+    summary = prepare(replace(broken, skip_bad=True, workers=workers))
+    assert summary["skipped"] == {"line": 2, "row": 1, "row_group": 0, "file": 2}
+    assert summary["options"]["on_error"] == "skip"
+    listed = [json.loads(line) for line in (broken.out / "skipped.jsonl").read_text().splitlines()]
+    places = [{key: value for key, value in line.items() if key not in ("file", "reason")} for line in listed]
+    after = places[3].pop("after_line")
+    assert 0 < after < 120
+    assert [Path(line["file"]).name for line in listed] == [
+        "a.jsonl",
+        "a.jsonl",
+        "b.parquet",
+        "c.jsonl.gz",
+        "d.parquet",
+    ]
+    assert places == [
+        {"line": 8, "lost": "line"},
+        {"line": 17, "lost": "line"},
+        {"row_group": 0, "row": 1, "lost": "row"},
+        {"lost": "file"},
+        {"lost": "file"},
+    ]
+    assert sum(split["documents"] for split in summary["splits"].values()) == 120 + 20 + 2 + after
+
+
+def test_failed_run_may_be_continued_with_skip_but_not_the_other_way(
+    broken: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skipping = replace(broken, skip_bad=True)
+    prepare(replace(skipping, out=tmp_path / "at-once"))
+    with pytest.raises(UserError, match="a.jsonl:8"):
+        prepare(broken)
+    with monkeypatch.context() as context:
+        context.setattr("vha_paddle.data.prepare.write_folder", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare(skipping)
+    with pytest.raises(UserError, match="input was skipped before this run was continued with --on-error fail"):
+        prepare(broken)
+    prepare(skipping)
+    assert contents(broken.out) == contents(tmp_path / "at-once")
+
+
+def test_paddlenlp_reads_what_was_prepared(
+    mixed: Plan, tokenizer: SentencePieceTokenizer, documents: list[str]
+) -> None:
+    import contextlib
+    import io
+
+    from paddlenlp.data.indexed_dataset import make_dataset
+
+    prepare(mixed)
+    with contextlib.redirect_stdout(io.StringIO()):
+        theirs = make_dataset(str(mixed.out / "train"), "mmap", skip_warmup=True)
+    expected = [tokenizer.encode(text) + [tokenizer.eos_id] for text in documents if split_of(text, 0.2) == "train"]
+    assert len(theirs) == len(expected)
+    assert all(np.array_equal(theirs.get(index)[0], ids) for index, ids in enumerate(expected))
 
 
 def test_command_makes_a_folder_and_prints_json_only(corpus_file: Path, tmp_path: Path) -> None:
@@ -203,20 +327,16 @@ def test_command_makes_a_folder_and_prints_json_only(corpus_file: Path, tmp_path
     assert sum(split["documents"] for split in summary["splits"].values()) == 120
 
 
-def test_command_dry_run_of_the_builtin_corpus_writes_nothing(tmp_path: Path) -> None:
-    done = run_tool("--builtin", "--train-tokenizer", 4096, "--out", "data", "--dry-run", folder=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "documentation of CPython" in done.stdout and "would write data" in done.stdout
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["gone.txt", "--train-tokenizer", "350"], "error: input gone.txt does not exist"),
         (["--train-tokenizer", "350"], "give either PATHs or --builtin"),
         (["--builtin", "text.jsonl", "--train-tokenizer", "350"], "give either PATHs or --builtin"),
-        (["text.jsonl"], "one of the arguments --tokenizer --train-tokenizer is required"),
+        (["text.jsonl"], "one of the arguments --tokenizer --train-tokenizer --merge is required"),
+        (["text.jsonl", "--tokenizer", "t", "--shard", "3"], "--shard 3 must be K/N"),
+        (["--merge", "a", "b", "--dry-run"], "dry-run has no effect there"),
+        (["text.jsonl", "--merge", "a", "b"], "inputs has no effect there"),
     ],
 )
 def test_command_exits_2_for_wrong_input(corpus_file: Path, tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import fcntl
 from pathlib import Path
 
-from vha_paddle.data.prepare import TOKENIZER_FILE, Plan, prepare
+from vha_paddle.data.prepare import Plan, prepare
+from vha_paddle.data.tokenizer_files import SENTENCEPIECE_FILE
 from vha_paddle.errors import UserError
 
 VALIDATION_FRACTION = 0.05
@@ -24,7 +25,7 @@ def ensure_builtin_data(folder: Path, vocab_size: int) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with open(lock, "w", encoding="utf-8") as file:
             fcntl.lockf(file, fcntl.LOCK_EX)  # released when the file is closed
-            if not (folder / TOKENIZER_FILE).is_file():
+            if not (folder / SENTENCEPIECE_FILE).is_file():
                 _make(folder, vocab_size)
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror}); run where it can be") from None
@@ -39,4 +40,4 @@ def _make(folder: Path, vocab_size: int) -> None:
         validation_fraction=VALIDATION_FRACTION,
         overwrite=False,
     )
-    prepare(plan, dry_run=False, progress=lambda documents, activity: documents)
+    prepare(plan)

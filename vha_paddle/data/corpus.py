@@ -1,23 +1,16 @@
-"""Where documents come from: prose that every CPython ships, plain-text files and JSONL files.
-
-A document is one string of English, code or anything else; everything after this module sees only strings.
-Every reader yields its documents in an order that depends on nothing but its input.
-"""
+"""The built-in corpus: prose that every CPython ships, as documents in an order that depends on nothing else."""
 
 from __future__ import annotations
 
 import ast
 import itertools
-import json
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from vha_paddle.errors import UserError
-
-SUFFIXES = (".txt", ".jsonl")
 
 # Folders of the standard library whose docstrings are not prose for a reader: tests, generated code pages, an
 # editor's menus, grammar machinery, third-party packages.
@@ -120,74 +113,3 @@ def _is_prose(text: str) -> bool:
     wordlike = sum(character.isalpha() or character.isspace() for character in text)
     ascii_only = sum(character.isascii() for character in text)
     return wordlike >= _LOWEST_LETTER_SHARE * len(text) and ascii_only >= _LOWEST_ASCII_SHARE * len(text)
-
-
-def text_files(paths: Sequence[Path]) -> list[Path]:
-    """Resolve what the user named into files: a directory becomes every .txt and .jsonl file below it.
-
-    Files keep the order of `paths`; inside a directory they are sorted by path, because the order in which a
-    file system lists them differs between machines. A file that is named twice is read once.
-
-    Raises:
-        UserError: a path is missing, a file has another suffix, or a directory has nothing to read.
-    """
-    files: dict[Path, Path] = {}
-    for path in paths:
-        for file in _files_below(path) if path.is_dir() else [path]:
-            if not file.exists():
-                raise UserError(f"input {file} does not exist; name a .txt or .jsonl file, or a directory of them")
-            if file.suffix not in SUFFIXES:
-                raise UserError(f"input {file} must end in .txt (one document) or .jsonl (one a line)")
-            files.setdefault(file.resolve(), file)
-    return list(files.values())
-
-
-def _files_below(folder: Path) -> list[Path]:
-    """Every readable kind of file below `folder`, by path."""
-    below = [path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file()]
-    if not below:
-        raise UserError(f"input {folder} has no .txt or .jsonl file below it; name one that has")
-    return sorted(below, key=lambda path: path.relative_to(folder).as_posix())
-
-
-def read_documents(path: Path) -> Iterator[str]:
-    """Yield the documents of one file: a .txt file is one document, a .jsonl file one for each line's `text`.
-
-    Line ends and indentation are kept as they are. Documents of nothing but white space are left out.
-
-    Raises:
-        UserError: the file cannot be read or is not UTF-8, or a line is no JSON object with a string `text`.
-    """
-    reader = _jsonl_documents if path.suffix == ".jsonl" else _text_document
-    try:
-        for document in reader(path):
-            if document.strip():
-                yield document
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 at byte {error.start}; convert it first") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def _text_document(path: Path) -> Iterator[str]:
-    yield path.read_bytes().decode("utf-8-sig")
-
-
-def _jsonl_documents(path: Path) -> Iterator[str]:
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            where = f"{path} line {number}"
-            try:
-                record = json.loads(line.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                raise UserError(f"{where} is not UTF-8 at its byte {error.start}; convert the file") from None
-            except json.JSONDecodeError as error:
-                raise UserError(f"{where} is not JSON ({error.msg}); each line must be one object") from None
-            if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-                raise UserError(f'{where} must be an object with a string under the key "text"')
-            text = record["text"]
-            if any("\ud800" <= character <= "\udfff" for character in text):
-                raise UserError(f"{where} holds half of a surrogate pair; repair its \\u escapes")
-            yield text

@@ -18,12 +18,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from vha_paddle.data.tokenizer_files import HF_CONFIG_FILE, HF_FILE, HF_SPECIAL_FILE, tokenizer_files
+from vha_paddle.data.word_cache import HF_WORDS, WordCache, hf_goes_by_words
 from vha_paddle.errors import UserError
 
 GENERAL_CLASS = "PreTrainedTokenizerFast"
@@ -97,8 +99,15 @@ class HFTokenizer:
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, as `encode` gives them; half as much time, because no offsets are kept."""
+        """Ids of each text, as `encode` gives them; faster, by words where that makes no difference."""
+        if self._words is not None:
+            return [self._words.encode(text) for text in texts]
         return [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    @cached_property
+    def _words(self) -> WordCache | None:
+        goes_by_words = hf_goes_by_words(json.loads(self._fast.to_str()))
+        return WordCache(self.encode, HF_WORDS) if goes_by_words else None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`. Special tokens give nothing; bytes that form no UTF-8 character give U+FFFD."""

@@ -1,27 +1,47 @@
-"""From text to a data folder: read, split, train or load the tokenizer, encode, write."""
+"""From text to a data folder: find the input, train or load the tokenizer, encode the parts, join them."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vha_paddle.data import corpus
-from vha_paddle.data.indexed import IndexedTokens, write_indexed
-from vha_paddle.data.loader import unigram_entropy
-from vha_paddle.data.tokenizer import NUM_RESERVED, Tokenizer, train_sentencepiece
+from vha_paddle import __version__
+from vha_paddle.data.corpus import builtin_source
+from vha_paddle.data.engines import Advance, Encoded, run_here, run_processes, run_ray
+from vha_paddle.data.folder import Origin, Progress, check_out, check_splits, tokenizer_figures, write_folder
+from vha_paddle.data.indexed_writer import Piece
+from vha_paddle.data.inputs import (
+    BUILTIN_PART,
+    InputFile,
+    Part,
+    default_part_bytes,
+    find_inputs,
+    make_parts,
+    part_bytes,
+    shard_of,
+)
+from vha_paddle.data.parts import (
+    SKIPPED_FILE,
+    TRAIN,
+    Counts,
+    Reading,
+    Task,
+    labelled_documents,
+    part_folder,
+)
+from vha_paddle.data.sentencepiece_tokenizer import NUM_RESERVED, train_sentencepiece
+from vha_paddle.data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
+from vha_paddle.data.tokenizer_files import SENTENCEPIECE_FILE
+from vha_paddle.data.workspace import Workspace
 from vha_paddle.errors import RunError, UserError
-from vha_paddle.files import atomic_directory
 
-SPLITS = ("train", "validation")
-TOKENIZER_FILE = "tokenizer.model"
+TOKENIZER_SAMPLE_BYTES = 2 << 30
+"""Input bytes that a tokenizer is trained on at most; of more, parts that lie evenly in it are taken."""
 
-Progress = Callable[[Iterable[str], str], Iterable[str]]
+_NAMED_INPUTS = 8
 
 
 @dataclass(frozen=True)
@@ -30,152 +50,238 @@ class Plan:
 
     Attributes:
         out: folder to make.
-        inputs: .txt and .jsonl files and directories of them; None for the built-in corpus.
-        tokenizer: `tokenizer.model` to use; None to train one.
+        inputs: files, globs and folders; None for the built-in corpus.
+        tokenizer: `tokenizer.model`, `tokenizer.json` or a directory with one, to use; None to train one.
         train_vocab_size: vocabulary of the tokenizer to train; None to use `tokenizer`.
         validation_fraction: share of the documents to hold out, in [0, 1); 0 writes no validation files.
+        eod_token: text of the token that ends a document, where `tokenizer` is to have another than its files say.
         overwrite: whether `out` may hold data from an earlier run, which is then replaced.
+        text_key: key of the text in JSONL, column of the text in Parquet.
+        skip_bad: whether what is no document is counted, listed and left out; else the first ends the run.
+        workers: processes that encode.
+        ray: whether the tasks of a Ray cluster encode instead.
+        shard, num_shards: which share of the input to prepare, from 1, and how many there are.
+        part_bytes: input bytes that a worker encodes at a time; None to choose by the size of the input.
     """
 
     out: Path
-    inputs: tuple[Path, ...] | None
+    inputs: tuple[Path | str, ...] | None
     tokenizer: Path | None
     train_vocab_size: int | None
     validation_fraction: float
     overwrite: bool
+    eod_token: str | None = None
+    text_key: str = "text"
+    skip_bad: bool = False
+    workers: int = 1
+    ray: bool = False
+    shard: int = 1
+    num_shards: int = 1
+    part_bytes: int | None = None
+
+    @property
+    def reading(self) -> Reading:
+        return Reading(self.text_key, self.validation_fraction, self.skip_bad)
 
 
-class _Corpus:
-    """The documents of a plan, which can be read several times, and their two splits."""
-
-    def __init__(self, plan: Plan, progress: Progress) -> None:
-        self._fraction = plan.validation_fraction
-        self._progress = progress
-        self._files = corpus.text_files(plan.inputs) if plan.inputs is not None else []
-        self._builtin = list(corpus.builtin_documents()) if plan.inputs is None else []
-        self.source = ", ".join(map(str, plan.inputs)) if plan.inputs is not None else corpus.builtin_source()
-
-    def labelled(self, activity: str) -> Iterator[tuple[str, str]]:
-        """Each document after the name of its split, behind a progress bar labelled `activity`."""
-        documents = self._builtin or (text for file in self._files for text in corpus.read_documents(file))
-        for text in self._progress(documents, activity):
-            yield split_of(text, self._fraction), text
-
-    def split(self, name: str, activity: str) -> Iterator[str]:
-        """The documents of one split."""
-        return (text for split, text in self.labelled(activity) if split == name)
+@contextlib.contextmanager
+def silent(activity: str, num_bytes: int) -> Iterator[Advance]:
+    """Progress that is not shown."""
+    yield lambda _: None
 
 
-def split_of(text: str, validation_fraction: float) -> str:
-    """Name the split of a document from its text alone.
+class Input:
+    """The files of a plan, and the parts that this machine is to encode.
 
-    A document stays in its split when others come and go, and two copies of it are never on both sides.
+    Attributes:
+        files: all of them.
+        part_bytes: of a part, more or less.
+        parts: those of the plan's shard.
+        source: the input as the user named it.
     """
-    share = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
-    return "validation" if share < validation_fraction else "train"
+
+    def __init__(self, plan: Plan) -> None:
+        self.files: list[InputFile] = [] if plan.inputs is None else find_inputs([str(name) for name in plan.inputs])
+        self.part_bytes = plan.part_bytes or default_part_bytes(self.files)
+        parts = [BUILTIN_PART] if plan.inputs is None else make_parts(self.files, self.part_bytes)
+        self.parts: list[Part] = shard_of(parts, plan.shard, plan.num_shards)
+        self.source = builtin_source() if plan.inputs is None else _named(plan.inputs)
+
+    @property
+    def bytes(self) -> int:
+        return sum(part_bytes(part) for part in self.parts)
 
 
-def prepare(plan: Plan, *, dry_run: bool, progress: Progress) -> dict[str, Any]:
-    """Make the data folder of `plan`: `tokenizer.model`, and `.bin`, `.idx`, `.json` for each split.
+def _named(inputs: Sequence[Path | str]) -> str:
+    """The input as one line: a shell may have made ten thousand names of one glob."""
+    more = len(inputs) - _NAMED_INPUTS
+    return ", ".join(map(str, inputs[:_NAMED_INPUTS])) + (f" and {more} more" if more > 0 else "")
 
-    The folder appears whole or not at all, and the same input gives the same bytes. The tokenizer is trained
-    on the training split only.
 
-    Args:
-        dry_run: check everything, count documents and bytes, and write nothing.
-        progress: wraps each pass over the documents, called with them and a label.
+def prepare(plan: Plan, progress: Progress = silent) -> dict[str, Any]:
+    """Make the data folder of `plan`: the tokenizer's files, and `.bin`, `.idx`, `.json` for each split.
+
+    The folder appears whole or not at all, and the same input gives the same bytes, with any number of workers and
+    after any number of kills: a run that does not end leaves what it has done in a hidden folder beside `plan.out`, and
+    the same call continues there. The tokenizer is trained on the training split only.
 
     Returns:
         A summary that JSON can hold.
 
     Raises:
         UserError: the plan or its input is wrong.
-        RunError: the folder could not be written.
+        RunError: the folder could not be written, or a worker was killed.
     """
-    _check_plan(plan)
-    tokenizer = None if plan.tokenizer is None else Tokenizer.load(plan.tokenizer)
-    documents = _Corpus(plan, progress)
-    summary: dict[str, Any] = {"out": str(plan.out), "source": documents.source, "dry_run": dry_run}
-    summary["splits"] = _count(documents, plan.validation_fraction)
-    if not dry_run:
+    check_plan(plan)
+    source = Input(plan)
+    given = None if plan.tokenizer is None else load_tokenizer(plan.tokenizer, plan.eod_token)
+    try:
+        workspace = Workspace(plan.out, _job(plan, source, given))
         try:
-            with _replaced_directory(plan) as folder:
-                _write(folder, plan, tokenizer, documents, summary)
-        except OSError as error:
-            raise RunError(f"cannot write {plan.out}: {error}") from None
-    elif tokenizer is not None:
-        summary["tokenizer"] = {"vocab_size": tokenizer.vocab_size, "sha256": tokenizer.digest}
-    else:
-        summary["tokenizer"] = {"vocab_size": plan.train_vocab_size, "sha256": None}
+            summary = workspace.completed()
+            if summary is None:
+                check_out(plan.out, plan.overwrite)
+                summary = _prepare(plan, source, given, workspace, progress)
+                workspace.complete(summary)
+            if workspace.whole.is_dir():
+                check_out(plan.out, plan.overwrite)  # again: hours may have passed
+            workspace.publish()
+        finally:
+            workspace.close()
+    except OSError as error:
+        raise RunError(f"cannot write {plan.out}: {error}") from None
     return summary
 
 
-def _check_plan(plan: Plan) -> None:
-    """Refuse a plan that cannot work, before any text is read."""
+def check_plan(plan: Plan) -> None:
+    """Refuse a plan that cannot work, before any text is read.
+
+    Raises:
+        UserError: a value is out of range, or two exclude each other.
+    """
     if (plan.tokenizer is None) == (plan.train_vocab_size is None):
         raise UserError("give either a tokenizer to use or the vocabulary size of one to train")
+    if plan.eod_token is not None and plan.tokenizer is None:
+        raise UserError(f"eod_token {plan.eod_token!r} has no effect on a tokenizer that is trained; drop it")
     if plan.train_vocab_size is not None and plan.train_vocab_size <= NUM_RESERVED:
         size = plan.train_vocab_size
         raise UserError(f"vocabulary size {size} must be above {NUM_RESERVED} (special tokens and bytes)")
     if not 0 <= plan.validation_fraction < 1:
         raise UserError(f"validation_fraction {plan.validation_fraction} must be in [0, 1)")
-    if plan.out.exists() and not plan.out.is_dir():
-        raise UserError(f"out {plan.out} is a file; name a folder")
-    present = set(os.listdir(plan.out)) if plan.out.is_dir() else set()
-    if present and not plan.overwrite:
-        raise UserError(f"out {plan.out} is not empty; name another folder or replace its data with --overwrite")
-    foreign = sorted(present - _file_names())
-    if foreign:
-        raise UserError(f"out {plan.out} holds {foreign[0]}, which is not prepared data; name another folder")
-
-
-def _file_names() -> set[str]:
-    return {TOKENIZER_FILE} | {f"{name}.{suffix}" for name in SPLITS for suffix in ("bin", "idx", "json")}
-
-
-@contextlib.contextmanager
-def _replaced_directory(plan: Plan) -> Iterator[Path]:
-    """A temporary folder that takes the place of `plan.out` on success, after `plan.out` is checked again."""
-    with atomic_directory(plan.out) as folder:
-        yield folder
-        _check_plan(plan)
-        if plan.out.is_dir():
-            shutil.rmtree(plan.out)
-
-
-def _count(documents: _Corpus, validation_fraction: float) -> dict[str, dict[str, Any]]:
-    """Documents and UTF-8 bytes of each split that will be written."""
-    names = SPLITS if validation_fraction > 0 else SPLITS[:1]
-    splits: dict[str, dict[str, Any]] = {name: {"documents": 0, "bytes": 0} for name in names}
-    for name, text in documents.labelled("reading"):
-        splits[name]["documents"] += 1
-        splits[name]["bytes"] += len(text.encode())
-    for name, counts in splits.items():
-        if counts["documents"] == 0:
-            raise UserError(
-                f"no document falls into the {name} split with validation_fraction {validation_fraction}; "
-                "give more documents (JSONL has one on each line) or change the fraction"
-            )
-    return splits
-
-
-def _write(folder: Path, plan: Plan, tokenizer: Tokenizer | None, documents: _Corpus, summary: dict[str, Any]) -> None:
-    """Fill `folder`, and `summary` with what went into it."""
-    if tokenizer is None:
-        assert plan.train_vocab_size is not None
-        text = documents.split("train", "training the tokenizer")
-        tokenizer = train_sentencepiece(text, plan.train_vocab_size, folder / TOKENIZER_FILE)
-    else:
-        tokenizer.save(folder / TOKENIZER_FILE)
-    summary["tokenizer"] = {"vocab_size": tokenizer.vocab_size, "sha256": tokenizer.digest}
-    for name, counts in summary["splits"].items():
-        manifest = write_indexed(
-            folder / name,
-            map(tokenizer.encode, documents.split(name, f"encoding {name}")),
-            tokenizer.vocab_size,
-            eod_id=tokenizer.eos_id,
-            tokenizer_sha256=tokenizer.digest,
-            source=documents.source,
+    if plan.workers < 1:
+        raise UserError(f"workers {plan.workers} must be at least 1")
+    if not 1 <= plan.shard <= plan.num_shards:
+        raise UserError(
+            f"shard {plan.shard}/{plan.num_shards} must be from 1/{plan.num_shards} up; shards count from 1"
         )
-        entropy = unigram_entropy(IndexedTokens(folder / name, vocab_size=tokenizer.vocab_size))
-        counts |= asdict(manifest) | {"unigram_entropy_nats": entropy}
+    if plan.num_shards > 1 and plan.tokenizer is None:
+        raise UserError(
+            "shards must share one tokenizer, and each would train its own; "
+            "train it once, on a few files, and give its tokenizer.model to every shard"
+        )
+
+
+def _job(plan: Plan, source: Input, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """All that decides what the parts hold. Not the number of workers, and not what happens to bad input: a part that
+    is done had none, or its bad input was skipped."""
+    return {
+        "version": __version__,
+        "tokenizer": plan.train_vocab_size if tokenizer is None else tokenizer_figures(tokenizer),
+        "text_key": plan.text_key,
+        "validation_fraction": plan.validation_fraction,
+        "shard": [plan.shard, plan.num_shards],
+        "part_bytes": source.part_bytes,
+        "source": source.source,
+        "inputs": [[file.path, file.bytes, file.mtime_ns] for file in source.files],
+    }
+
+
+def _prepare(
+    plan: Plan, source: Input, given: Tokenizer | None, workspace: Workspace, progress: Progress
+) -> dict[str, Any]:
+    """Fill `workspace.whole`."""
+    tokenizer = given or _trained(plan, source, workspace.tokenizer, progress)
+    save_tokenizer(tokenizer, workspace.tokenizer)
+    tasks = [
+        Task(str(workspace.parts), number, part, str(workspace.tokenizer), tokenizer.digest, plan.reading)
+        for number, part in enumerate(source.parts)
+    ]
+    done = workspace.done(len(tasks))
+    _check_policy(plan, done)
+    with progress("encoding", source.bytes) as advance:
+        advance(sum(part_bytes(source.parts[number]) for number in done))
+        missing = [task for task in tasks if task.number not in done]
+        with contextlib.closing(_engine(plan, missing, advance)) as encoded:
+            for number, counts in encoded:
+                done[number] = counts
+    counts = Counts.none(plan.reading.splits)
+    for number in range(len(tasks)):
+        counts.add(done[number])
+    if plan.num_shards == 1:
+        try:
+            check_splits(counts, plan.validation_fraction)
+        except UserError:
+            workspace.delete()  # no other plan can use it
+            raise
+    folders = [part_folder(workspace.parts, number) for number in range(len(tasks))]
+    pieces = {
+        name: [
+            Piece(
+                folders[number] / f"{name}.tokens",
+                folders[number] / f"{name}.sizes",
+                0,
+                done[number].splits[name].documents,
+            )
+            for number in range(len(tasks))
+        ]
+        for name in counts.splits
+    }
+    origin = Origin(
+        version=__version__,
+        source=source.source,
+        inputs=[{"path": file.path, "bytes": file.bytes} for file in source.files],
+        options={
+            "text_key": plan.text_key,
+            "validation_fraction": plan.validation_fraction,
+            "on_error": "skip" if plan.skip_bad else "fail",
+            "part_bytes": source.part_bytes,
+        },
+        shard=f"{plan.shard}/{plan.num_shards}",
+    )
+    skipped = [folder / SKIPPED_FILE for folder in folders]
+    content = write_folder(workspace.whole, tokenizer, pieces, skipped, counts, origin, progress)
+    return {"out": str(plan.out), "dry_run": False} | content
+
+
+def _check_policy(plan: Plan, done: dict[int, Counts]) -> None:
+    if not plan.skip_bad and any(sum(counts.skipped.values()) for counts in done.values()):
+        raise UserError(
+            f"out {plan.out}: input was skipped before this run was continued with --on-error fail; "
+            "continue with skip, or delete the working folder beside it to start anew"
+        )
+
+
+def _engine(plan: Plan, tasks: Sequence[Task], advance: Advance) -> Encoded:
+    """The parts, encoded as the plan says."""
+    if plan.ray:
+        return run_ray(tasks, advance)
+    if min(plan.workers, len(tasks)) > 1:
+        return run_processes(tasks, plan.workers, advance)
+    return run_here(tasks, advance)
+
+
+def _trained(plan: Plan, source: Input, folder: Path, progress: Progress) -> Tokenizer:
+    """The tokenizer that the plan asks for; one that was trained before the run was killed is as good."""
+    assert plan.train_vocab_size is not None
+    if (folder / SENTENCEPIECE_FILE).is_file():
+        return load_tokenizer(folder)
+    parts = source.parts[:: max(1, -(-source.bytes // TOKENIZER_SAMPLE_BYTES))]
+    with progress("reading for the tokenizer", sum(map(part_bytes, parts))) as advance:
+        counts = Counts.none(plan.reading.splits)
+        texts = (
+            document.text
+            for part in parts
+            for split, document in labelled_documents(part, plan.reading, counts, advance=advance)
+            if split == TRAIN
+        )
+        return train_sentencepiece(texts, plan.train_vocab_size, folder / SENTENCEPIECE_FILE)

@@ -21,12 +21,15 @@ from __future__ import annotations
 import hashlib
 import heapq
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import sentencepiece
+from sentencepiece import sentencepiece_model_pb2
 
 from vha_paddle.data.tokenizer_files import SENTENCEPIECE_FILE
+from vha_paddle.data.word_cache import SENTENCEPIECE_WORDS, WordCache, sentencepiece_goes_by_words
 from vha_paddle.errors import UserError
 from vha_paddle.files import atomic_write
 
@@ -100,18 +103,32 @@ class SentencePieceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without begin or end token."""
-        if SPACE_SYMBOL not in text:
-            return self._processor.encode(text)
-        first, *rest = text.split(SPACE_SYMBOL)
-        ids = self._processor.encode(first)
-        for part in rest:
-            ids += self._space_symbol_ids
-            ids += self._processor.encode(part)
-        return ids
+        return self._encode(text, self._processor.encode)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, as `encode` gives them."""
-        return [self.encode(text) for text in texts]
+        """Ids of each text, as `encode` gives them; in a third of the time if the vocabulary allows to go by words."""
+        return [self._encode(text, self._encode_words) for text in texts]
+
+    def _encode(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        if SPACE_SYMBOL not in text:
+            return encode(text)
+        first, *rest = text.split(SPACE_SYMBOL)
+        ids = encode(first)
+        for part in rest:
+            ids += self._space_symbol_ids
+            ids += encode(part)
+        return ids
+
+    @cached_property
+    def _encode_words(self) -> Callable[[str], list[int]]:
+        """The processor behind a memory for words, where that makes no difference."""
+        model = sentencepiece_model_pb2.ModelProto()
+        model.ParseFromString(self.model_bytes)
+        is_bpe = model.trainer_spec.model_type == sentencepiece_model_pb2.TrainerSpec.BPE
+        if is_bpe and sentencepiece_goes_by_words((piece.piece for piece in model.pieces), SPACE_SYMBOL):
+            return WordCache(self._processor.encode, SENTENCEPIECE_WORDS).encode
+        encode: Callable[[str], list[int]] = self._processor.encode
+        return encode
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`. Special tokens give nothing; bytes that form no UTF-8 character give U+FFFD."""
