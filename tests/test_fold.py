@@ -23,7 +23,7 @@ from vha_paddle.config import GroupedAttention, Model
 from vha_paddle.config.check_model import check_model
 from vha_paddle.counts import folded
 from vha_paddle.errors import UserError
-from vha_paddle.fold import copy_state, fold_attention, fold_postmix, fold_premix, fold_state, postmix_matrix
+from vha_paddle.fold import fold_attention, fold_postmix, fold_premix, fold_state, postmix_matrix
 from vha_paddle.names import expected_tensors
 from vha_paddle.tensors import attention_tensors
 
@@ -480,11 +480,6 @@ def test_a_folded_state_is_refused() -> None:
     served = dict(fold_state(trained_weights(TINY, seed=1), TINY, np.float64, "state"))
     with pytest.raises(UserError, match=r"state: .*nothing to fold; is it folded already\?"):
         fold_state(served, TINY, np.float64, "state")
-
-
-def test_a_state_with_maps_is_not_copied() -> None:
-    with pytest.raises(UserError, match="state: holds Premix or Postmix; fold it"):
-        copy_state(trained_weights(TINY, seed=1), TINY, np.float64, "state")
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.self_attn.q_norm.weight"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,16 +18,18 @@ from tests.hf_models import write_model
 from tests.hf_tokenizers import TEXT, TURN_END
 from tests.tolerances import FLOAT32, assert_close
 from vha_paddle.checkpoint.layout import METRICS_FILE, open_checkpoint
-from vha_paddle.config import Recipe, load_recipe, recipe_from_dict
+from vha_paddle.config import Model, Recipe, load_recipe, recipe_from_dict, recipe_to_yaml
+from vha_paddle.config.attention import GroupedAttention
 from vha_paddle.counts import folded
 from vha_paddle.data.prepare import Plan, prepare
 from vha_paddle.data.tokenizer import load_tokenizer, save_tokenizer
 from vha_paddle.errors import UserError
 from vha_paddle.evaluate import load_model
 from vha_paddle.export.fold_export import export_checkpoint
-from vha_paddle.import_hf import import_hf, plan_import
+from vha_paddle.import_hf import _recipe, import_hf, plan_import
 from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.train.trainer import RunData, Trainer
+from vha_paddle.warm_start.convert import layers_to_convert
 from vha_paddle.warm_start.run import warm_start
 
 NUM_STEPS = 2
@@ -143,3 +146,34 @@ def test_a_tokenizer_with_another_end_token_than_the_data_is_refused(start: Star
         UserError, match=r"its eos_token <\|im_end\|> is id 312, but documents of .*train end with id 310"
     ):
         RunData(recipe)
+
+
+def test_the_changes_that_the_document_shows_make_an_imports_recipe_one_of_virtual_heads(tmp_path: Path) -> None:
+    """Nothing but data, batch and schedule, which are anyone's own, is left to change."""
+    model = Model(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        attention=GroupedAttention(num_attention_heads=16, num_key_value_heads=8, head_dim=128),
+    )
+    before = _recipe(model, Path("models/Qwen3-0.6B-Base"), Path("imported/qwen3"), None)
+    lines, at = recipe_to_yaml(before).splitlines(), 0
+    document = (Path(__file__).resolve().parents[1] / "docs" / "warm_start.md").read_text(encoding="utf-8")
+    (changes,) = re.findall(r"^```diff\n(.*?)^```$", document, re.MULTILINE | re.DOTALL)
+    for change in changes.splitlines():
+        sign, line = change[0], change[1:]
+        if sign == "+":
+            lines.insert(at, line)
+        else:
+            at = lines.index(line, at)
+        if sign == "-":
+            del lines[at]
+        else:
+            at += 1
+    (tmp_path / "vha.yaml").write_text("\n".join(lines), encoding="utf-8")
+    after = load_recipe(tmp_path / "vha.yaml")
+    assert layers_to_convert(model, after.model) == list(range(28))
+    assert (after.run.start_from, after.data.tokenizer) == ("warm/qwen3", "imported/qwen3")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from vha_paddle.errors import RunError, UserError
 from vha_paddle.evaluate import load_model
 from vha_paddle.export.fold_export import export_checkpoint
 from vha_paddle.import_hf import REPORT_FILE, import_hf, plan_import
+from vha_paddle.sources.own import open_own
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -122,9 +124,12 @@ def test_the_checkpoint_says_what_it_is_and_where_from(tmp_path: Path) -> None:
     assert len(calls) == len(report["tensors"]) and calls[-1] == (report["bytes"], report["bytes"])
     assert report["bytes"] == 2 * report["parameters"]
     assert report["files"].keys() == {"config.json", "model.safetensors"}
+    found = open_own(out).provenance["imported_from"]
+    assert (found["directory"], found["architecture"]) == ("My model (v1)", "Qwen3ForCausalLM")
     checkpoint = open_checkpoint(out)
     recipe = checkpoint.recipe
     assert (recipe.run.name, recipe.run.start_from, recipe.data.tokenizer) == ("My-model-v1-", str(out), str(out))
+    assert recipe.checkpoint.interval == 1000
     assert (checkpoint.state.step, list(checkpoint.optimizer_tensors())) == (0, [])
     assert checkpoint.tokenizer_path.name == "tokenizer.json"
     assert not any(find_faults(out, lambda count: None).values())
@@ -244,6 +249,9 @@ def test_the_tool_lists_and_imports(tmp_path: Path) -> None:
     done = run_tool(tmp_path / "hf", tmp_path / "ours", "--dry-run")
     assert (done.returncode, {path.name for path in tmp_path.iterdir()}) == (0, {"hf"})
     assert "model.layers.1.self_attn.k_proj.weight" in done.stdout and "would write" in done.stdout
+    done = run_tool(tmp_path / "hf", tmp_path / "first")
+    remedy = f"copy {tmp_path}/first/recipe.yaml and edit the copy, or name run.start_from={tmp_path}/first"
+    assert done.stdout.splitlines()[-1] == remedy, done.stderr
     done = run_tool(tmp_path / "hf", tmp_path / "ours", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["attention"]["qk_norm"] is False
@@ -251,6 +259,40 @@ def test_the_tool_lists_and_imports(tmp_path: Path) -> None:
     done = run_tool(tmp_path / "hf", tmp_path / "ours")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+# The tool, which waits once the model's tensors are written.
+WAITING = """
+import runpy, sys, time
+from vha_paddle.checkpoint import fresh
+
+write_tensors = fresh.write_tensors
+def waiting(*arguments):
+    record = write_tensors(*arguments)
+    print("ready", flush=True)
+    time.sleep(60)
+    return record
+fresh.write_tensors = waiting
+sys.argv = ["import_hf.py", *sys.argv[1:]]
+runpy.run_path({tool!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("case", ["Qwen3", "Qwen3-MoE"])  # the mixture has imported Paddle, which takes the signal
+def test_an_import_that_is_told_to_end_leaves_nothing(case: str, tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", case)
+    program = WAITING.format(tool=str(ROOT / "tools" / "import_hf.py"))
+    command = [sys.executable, "-c", program, str(tmp_path / "hf"), str(tmp_path / "ours")]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.terminate()
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert {path.name for path in tmp_path.iterdir()} == {"hf"}
 
 
 def test_the_tools_help_teaches_with_examples() -> None:

@@ -13,7 +13,7 @@ from vha_paddle.model.decoder import build_decoder
 from vha_paddle.names import VHA_MAPS
 from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.parallel.placement import Placement, info_of
-from vha_paddle.tensors import Held, embedding_tensor, end_tensors, layer_tensors, model_tensors
+from vha_paddle.tensors import Held, embedding_tensor, end_tensors, group_of, layer_tensors, model_tensors
 
 DEGREES = {1: "one", 2: "tensor_2", 4: "tensor_4"}
 
@@ -77,3 +77,29 @@ def test_the_tensors_of_a_model_have_names_of_their_own_and_those_of_one_process
     layers = [spec for layer in range(model.num_hidden_layers) for spec in layer_tensors(model, layer)]
     assert model_tensors(model) == [embedding_tensor(model), *layers, *end_tensors(model)]
     assert len({spec.name for spec in model_tensors(model)}) == len(model_tensors(model))
+
+
+@pytest.mark.parametrize(
+    ("group", "names"),
+    {
+        "embedding": ("model.embed_tokens.weight",),
+        "attention": tuple(
+            f"model.layers.3.self_attn.{part}"
+            for part in ("q_proj.weight", "q_proj.bias", "g_proj.weight", "kv_b_proj.weight", "key_map", "pre_compose")
+        ),
+        "premix": ("model.layers.0.self_attn.premix",),
+        "postmix": ("model.layers.0.self_attn.postmix_a", "model.layers.11.self_attn.postmix_b"),
+        "feed_forward": ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.shared_expert.down_proj.weight"),
+        "router": ("model.layers.0.mlp.gate.weight",),
+        "experts": ("model.layers.0.mlp.experts.gate_proj", "model.layers.0.mlp.experts.down_proj"),
+        "norms": (
+            "model.norm.weight",
+            *(f"model.layers.1.{part}.weight" for part in ("input_layernorm", "post_attention_layernorm")),
+            *(f"model.layers.1.self_attn.{part}.weight" for part in ("q_norm", "k_norm", "kv_a_layernorm")),
+        ),
+        "head": ("lm_head.weight",),
+    }.items(),
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_parameter_belongs_to_the_group_of_its_kind(group: str, names: tuple[str, ...]) -> None:
+    assert [group_of(name) for name in names] == [group] * len(names)

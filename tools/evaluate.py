@@ -25,7 +25,7 @@ exit codes: 0 done, 1 the loss is not finite, 2 wrong input.
 """
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -40,7 +40,11 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, help="sequences to use, from the start (default all)")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences per forward pass (default 8)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
     for flag in ("sequence_length", "sequences", "batch_size"):
         value = getattr(arguments, flag)
         if value is not None and value < 1:
@@ -49,12 +53,14 @@ def main() -> None:
     prepare_process()
     from vha_paddle.data.indexed import IndexedTokens
     from vha_paddle.data.loader import ValidationWindows, unigram_entropy
-    from vha_paddle.evaluate import load_model, sequence_lengths, tokenizer_digest, validation_loss
+    from vha_paddle.evaluate import assumptions, load_model, sequence_lengths, tokenizer_digest, validation_loss
     from vha_paddle.host import set_compute_threads
     from vha_paddle.parallel.mesh import Mesh
 
     set_compute_threads()
     model = load_model(arguments.model)
+    for line in assumptions(arguments.model):
+        print(f"note: {line}", file=sys.stderr)
     digest = tokenizer_digest(arguments.model)
     indexed = IndexedTokens(arguments.data, vocab_size=model.vocab_size, tokenizer_sha256=digest)
     trained, longest = sequence_lengths(arguments.model)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,13 +16,13 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from vha_paddle.errors import RunError, UserError, run_tool
-from vha_paddle.export.config import EXPORT_DTYPES
+from vha_paddle.export.config import EXPORT_DTYPES, ExportDtype
 from vha_paddle.export.fold_export import Outcome, Verify, write_export
-from vha_paddle.export.output import check_output
+from vha_paddle.export.output import REPORT_FILE, check_output
 from vha_paddle.export.plan import describe_plan
 from vha_paddle.export.prepare import Export, Fold, open_for_export, prepare_export
 from vha_paddle.export.writer import shard_bytes
-from vha_paddle.host import prepare_process
+from vha_paddle.host import end_on_sigterm, prepare_process
 from vha_paddle.sources.base import Source
 from vha_paddle.sources.digests import Digests
 
@@ -43,13 +42,13 @@ examples:
   # the same for an export that is there already
   python tools/fold_export.py runs/quickstart exported/quickstart --verify-only
 
-  # half the bytes for serving; a quarter
+  # half the bytes for serving; a quarter, where sizes are multiples of 128 (those of the quickstart are not)
   python tools/fold_export.py runs/quickstart exported/quickstart-bf16 --dtype bfloat16
-  python tools/fold_export.py runs/quickstart exported/quickstart-fp8 --dtype fp8
+  python tools/fold_export.py runs/table1_0p6b_vha exported/0p6b-fp8 --dtype fp8
 
-  # an upstream checkpoint whose folder says neither its shape nor on which side of the norm Premix was trained
-  python tools/fold_export.py core_step_9000 exported/core --config config.json --norm-order premix-norm \\
-      --tokenizer Qwen3-tokenizer/
+  # a checkpoint of the fork, whose folder has no configuration and does not say where QK-norm was
+  python tools/fold_export.py output/checkpoint-9000 exported/fork --config config/qwen3/MODEL/config.json \\
+      --norm-order premix-norm --tokenizer Qwen3-tokenizer/
 
   # a grouped-query or MLA baseline holds nothing to fold; it is exported as it is
   python tools/fold_export.py runs/gqa exported/gqa --plain
@@ -65,6 +64,10 @@ exit status: 0 done, 1 verification failed or could not write, 2 wrong input.
 """
 
 
+DTYPE: ExportDtype = "float32"
+SHARD_SIZE = "5GB"
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -72,7 +75,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("source", type=Path, metavar="SOURCE", help="checkpoint or run directory")
     parser.add_argument("out", type=Path, metavar="OUT", help="directory to make")
     given = parser.add_argument_group("what the checkpoint does not say")
-    given.add_argument("--config", type=Path, metavar="FILE", help="its config.json, where none lies in the folder")
+    given.add_argument("--config", type=Path, metavar="PATH", help="its config.json, or that file's folder")
     given.add_argument(
         "--norm-order",
         choices=("premix-norm", "norm-premix"),
@@ -85,12 +88,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     given.add_argument("--tokenizer", type=Path, metavar="PATH", help="a tokenizer's file or folder; default: SOURCE's")
     written = parser.add_argument_group("what is written")
-    written.add_argument(
-        "--dtype", choices=EXPORT_DTYPES, default="float32", help="of the weights; default: %(default)s"
-    )
-    written.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="of a file, such as 500MB; default: %(default)s"
-    )
+    written.add_argument("--dtype", choices=EXPORT_DTYPES, help=f"of the weights; default: {DTYPE}")
+    written.add_argument("--max-shard-size", metavar="SIZE", help=f"of a file, such as 500MB; default: {SHARD_SIZE}")
     fold = written.add_mutually_exclusive_group()
     for flag, text in {
         "--plain": "export a model without Premix and Postmix as it is",
@@ -123,13 +122,15 @@ def check_flags(arguments: argparse.Namespace) -> None:
                 raise UserError(f"{flag} {value}: has no effect without --verify; add it or drop {flag}")
     if arguments.verify and arguments.dry_run:
         raise UserError("--verify: there is nothing to run with --dry-run; drop one of them")
+    if arguments.quiet and arguments.dry_run:
+        raise UserError("--quiet: a --dry-run is there to be read; drop one of them")
     if arguments.verify_only:
         for flag in _WRITING:
             if getattr(arguments, flag):
                 raise UserError(f"--{flag.replace('_', '-')}: has no effect with --verify-only; drop one of them")
 
 
-_WRITING = ("verify", "dry_run", "overwrite", "plain", "no_fold", "allow_partial")
+_WRITING = ("dtype", "max_shard_size", "verify", "dry_run", "overwrite", "plain", "no_fold", "allow_partial")
 """Flags about what is written."""
 
 
@@ -152,6 +153,7 @@ def verification(arguments: argparse.Namespace) -> Verify:
         from vha_paddle.proof.prove import prove_export
         from vha_paddle.proof.tokens import NUM_TOKENS
 
+        end_on_sigterm()  # again: Paddle has been imported
         bar, progress = bar_of("verifying", " layers", arguments.quiet)
         with bar:
             num_tokens = NUM_TOKENS if arguments.verify_tokens is None else arguments.verify_tokens
@@ -194,7 +196,7 @@ def run_export(export: Export, arguments: argparse.Namespace) -> None:
             arguments.out,
             overwrite=arguments.overwrite,
             verify=remember if verify is not None else None,
-            max_shard_bytes=shard_bytes(arguments.max_shard_size),
+            max_shard_bytes=shard_bytes(arguments.max_shard_size or SHARD_SIZE),
             progress=progress,
             say=say,
         )
@@ -208,11 +210,13 @@ def run_export(export: Export, arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    # a run that is told to end removes what it has written
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    end_on_sigterm()
     arguments = parse_arguments()
     check_flags(arguments)
-    shard_bytes(arguments.max_shard_size)
+    if arguments.max_shard_size is not None:
+        shard_bytes(arguments.max_shard_size)
+    if arguments.verify_only and not (arguments.out / REPORT_FILE).is_file():
+        raise UserError(f"{arguments.out}: holds no {REPORT_FILE}, so there is no export to verify; make one first")
     if not arguments.verify_only:
         check_output(arguments.out, arguments.source, arguments.overwrite)
     source = open_for_export(arguments.source, arguments.config, arguments.norm_order, arguments.gate_order)
@@ -220,7 +224,9 @@ def main() -> None:
         verify_only(source, arguments)
         return
     fold: Fold = "none" if arguments.no_fold else "partial" if arguments.allow_partial else "all"
-    export = prepare_export(source, arguments.dtype, fold=fold, plain=arguments.plain, tokenizer=arguments.tokenizer)
+    export = prepare_export(
+        source, arguments.dtype or DTYPE, fold=fold, plain=arguments.plain, tokenizer=arguments.tokenizer
+    )
     if not arguments.dry_run:
         run_export(export, arguments)
     elif arguments.json:

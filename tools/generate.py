@@ -142,7 +142,10 @@ def main() -> None:
     for option in ("num_samples", "batch_size"):
         if getattr(arguments, option) < 1:
             raise UserError(f"--{option.replace('_', '-')} {getattr(arguments, option)}: must be at least 1")
+    if sampling.temperature == 0:
+        _refuse_draws(arguments)
     prepare_process()
+    from vha_paddle.evaluate import assumptions
     from vha_paddle.generate.batch import Text, generate
     from vha_paddle.generate.model import TextModel
     from vha_paddle.generate.prompts import read_prompts
@@ -151,6 +154,8 @@ def main() -> None:
     set_compute_threads()
     prompts = read_prompts(arguments.prompts_file) if arguments.prompts_file else arguments.prompt or [""]
     model = TextModel.load(arguments.model)
+    for line in assumptions(arguments.model):
+        print(f"note: {line}", file=sys.stderr)
     samples = range(arguments.num_samples)
     texts = [Text(tokens, sample) for tokens in map(model.encode, prompts) for sample in samples]
     longest = max(len(text.prompt) for text in texts)
@@ -171,13 +176,24 @@ def main() -> None:
         print(json.dumps(found, indent=2, ensure_ascii=False))
 
 
+def _refuse_draws(arguments: argparse.Namespace) -> None:
+    """Flags that choose among draws, where none is made."""
+    given = {"--top-k": arguments.top_k, "--top-p": arguments.top_p, "--num-samples": arguments.num_samples}
+    for (flag, value), unset in zip(given.items(), (None, 1.0, 1), strict=True):
+        if value != unset:
+            raise UserError(
+                f"{flag} {value}: has no effect with --temperature 0, which draws nothing; drop one of them"
+            )
+
+
 def describe(cache: dict[str, Any]) -> str:
     """The size of a cache in one line."""
     layers = ", ".join(
         f"{form['count']} layers x {form['num_key_value_heads']} key/value heads x {form['positions']} positions"
         for form in cache["layers"]
     )
-    return f"cache of {cache['bytes']:,} bytes in {cache['dtype']}: {cache['texts']} text x ({layers})"
+    texts = "text" if cache["texts"] == 1 else "texts"
+    return f"cache of {cache['bytes']:,} bytes in {cache['dtype']}: {cache['texts']} {texts} x ({layers})"
 
 
 if __name__ == "__main__":

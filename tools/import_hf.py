@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 
 from vha_paddle.errors import run_tool
 from vha_paddle.export.output import check_output
-from vha_paddle.host import prepare_process
+from vha_paddle.host import end_on_sigterm, prepare_process
 from vha_paddle.import_hf import REPORT_FILE, Import, describe_import, import_hf, plan_import
 
 EXAMPLES = """
@@ -95,9 +95,7 @@ def describe(report: dict[str, Any], is_written: bool) -> str:
         *(f"warning: {line}" for line in report["warnings"]),
     ]
     if is_written:
-        lines.append(
-            f"edit {report['out']}/recipe.yaml into a recipe of your own, or name run.start_from={report['out']}"
-        )
+        lines.append(f"copy {report['out']}/recipe.yaml and edit the copy, or name run.start_from={report['out']}")
     return "\n".join(lines)
 
 
@@ -106,6 +104,7 @@ def main() -> None:
     prepare_process()
     check_output(arguments.out, arguments.source, arguments.overwrite, REPORT_FILE)
     planned = plan_import(arguments.source, arguments.out, arguments.recipe, arguments.tokenizer)
+    end_on_sigterm()  # now, as a mixture has imported Paddle
     if arguments.dry_run:
         report = describe_import(planned, arguments.out)
         if not arguments.json:

@@ -50,8 +50,9 @@ def dry_run(recipe: Recipe, as_json: bool) -> str:
     figures, fullest = counts.summary(recipe), worst(all_ranks(recipe))
     if as_json:
         return json.dumps(figures | {"worst_rank": rank_values(fullest)}, indent=2)
+    data = "data were not looked at: whether they are there, and fit, shows when the run starts"
     more = "communication, time and other layouts: python tools/plan.py"
-    return "\n".join([counts.render(figures), *memory_table({"worst": fullest}), more])
+    return "\n".join([counts.render(figures), *memory_table({"worst": fullest}), data, more])
 
 
 def prepare_reduced_run(recipe: Recipe, allow_changed: list[str]) -> None:
@@ -92,7 +93,9 @@ def main() -> None:
     )
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--print-config", action="store_true", help="print the resolved recipe and stop")
-    action.add_argument("--dry-run", action="store_true", help="print what would run (sizes, steps, memory) and stop")
+    action.add_argument(
+        "--dry-run", action="store_true", help="print what would run (sizes, steps, memory; data are not read)"
+    )
     parser.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
     arguments = parser.parse_intermixed_args()
     if arguments.json and not arguments.dry_run:

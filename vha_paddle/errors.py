@@ -7,13 +7,26 @@ import sys
 from collections.abc import Callable
 
 
-class UserError(Exception):
+_LONGEST_LINE = 2_000  # characters; what a hostile file says may be any size
+
+
+class _OneLine(Exception):
+    """An error whose message is printable and on one line, whatever of a file or a name stands in it."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if len(text) > _LONGEST_LINE:
+            text = f"{text[: _LONGEST_LINE // 2]} [...] {text[-_LONGEST_LINE // 2 :]}"
+        return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
+class UserError(_OneLine):
     """A mistake in what the user gave: one line naming the key or file, the value, the rule, the remedy."""
 
     exit_code = 2
 
 
-class RunError(Exception):
+class RunError(_OneLine):
     """The input was valid, the work failed or its result broke a stated bound."""
 
     exit_code = 1

@@ -37,7 +37,7 @@ def load_model(path: Path) -> Decoder:
     Raises:
         UserError: the path holds none, or its tensors do not fit its configuration.
     """
-    found = _open(path)
+    found = open_model(path)
     if isinstance(found, Exported):
         return decoder_with(found.model, ((name, found.read(name)) for name in found.shapes))
     if found.recipe is not None:
@@ -46,11 +46,17 @@ def load_model(path: Path) -> Decoder:
     return decoder_with(found.model, ((name, weights.read(name)) for name in weights.specs))
 
 
+def assumptions(path: Path) -> tuple[str, ...]:
+    """What the reader of what `load_model` finds at `path` had to assume, a line each."""
+    found = open_model(path)
+    return found.warnings if isinstance(found, Source) else ()
+
+
 def tokenizer_digest(path: Path) -> str | None:
     """sha256 of the tokenizer that belongs to what `load_model` finds at `path`; None where it has none."""
     tokenizer: Path | None = path
     if not any((path / name).is_file() for name in IDENTIFYING_FILES):
-        found = _open(path)
+        found = open_model(path)
         tokenizer = None if isinstance(found, Exported) else found.tokenizer
     return None if tokenizer is None else sha256_of(tokenizer_files(tokenizer)[0])
 
@@ -60,7 +66,7 @@ def sequence_lengths(path: Path) -> tuple[int | None, int]:
 
     The first is None where nothing there says it.
     """
-    found = _open(path)
+    found = open_model(path)
     longest = found.model.max_position_embeddings
     if isinstance(found, Source) and found.recipe is not None:
         return found.recipe.data.sequence_length, longest
@@ -122,8 +128,8 @@ def sequence_means(
     return np.concatenate(means)
 
 
-def _open(path: Path) -> Source | Exported:
-    """What lies at `path`; no tensor is read."""
+def open_model(path: Path) -> Source | Exported:
+    """What lies at `path`: anything that `load_model` takes. No tensor is read. Raises as `load_model`."""
     if is_export(path):
         return open_exported(path)
     return open_hugging_face(path) if is_hugging_face(path) else open_source(path)

@@ -149,19 +149,6 @@ def fold_state(
     return _converted(state, model, folded(model), dtype, source)
 
 
-def copy_state(
-    state: Mapping[str, np.ndarray], model: Model, dtype: npt.DTypeLike, source: str
-) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of a decoder without maps in `dtype`, with the checks of `fold_state`.
-
-    Raises:
-        UserError: as `fold_state`; the model has maps.
-    """
-    if model.has_maps:
-        raise UserError(f"{source}: holds Premix or Postmix; fold it")
-    return convert_state(state, model, model, dtype, source)
-
-
 def convert_state(
     state: Mapping[str, np.ndarray], model: Model, served: Model, dtype: npt.DTypeLike | None, source: str
 ) -> Iterator[tuple[str, np.ndarray]]:

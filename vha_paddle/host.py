@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import warnings
 from pathlib import Path
 
@@ -21,6 +23,15 @@ def prepare_process() -> None:
     os.environ.setdefault("GLOG_minloglevel", "1")
     if _is_amd_with_avx2():
         os.environ.setdefault("MKL_DEBUG_CPU_TYPE", "5")
+
+
+def end_on_sigterm() -> None:
+    """Make SIGTERM the end of a command like any other, so that it removes what it is writing.
+
+    Call again after `import paddle`, which takes the signal for itself: it would print a stack of C++ functions and end
+    the process at once.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def set_compute_threads() -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,9 @@ from vha_paddle.export.output import check_output, check_space, clear_what_was_l
 from vha_paddle.sources.base import Source, WeightSpec
 from vha_paddle.sources.digests import Digests
 from vha_paddle.sources.hugging_face import open_hugging_face
+from vha_paddle.sources.own import IMPORT_REPORT_FILE
 
-REPORT_FILE = "import_report.json"
+REPORT_FILE = IMPORT_REPORT_FILE
 """In the checkpoint: where it came from. By it an import is known, to be overwritten."""
 
 Progress = Callable[[int, int], None]
@@ -44,6 +45,8 @@ class Import:
     recipe: Recipe
     tokenizer_path: Path
     tokenizer: Tokenizer
+    router: Mapping[str, np.ndarray[Any, Any]]
+    """What the routers of a mixture of experts remember before their first step; nothing of a dense model."""
 
     @property
     def num_bytes(self) -> int:
@@ -72,7 +75,8 @@ def plan_import(directory: Path, out: Path, recipe_file: Path | None, tokenizer_
             f"tokenizer {path}: {tokenizer.vocab_size} ids, more than vocab_size={source.model.vocab_size} of "
             f"{directory}; it belongs to another model"
         )
-    return Import(source, _recipe(source.model, directory, out, recipe_file), path, tokenizer)
+    recipe = _recipe(source.model, directory, out, recipe_file)
+    return Import(source, recipe, path, tokenizer, _fresh_router(source.model))
 
 
 def _recipe(model: Model, directory: Path, out: Path, recipe_file: Path | None) -> Recipe:
@@ -94,6 +98,7 @@ def _recipe(model: Model, directory: Path, out: Path, recipe_file: Path | None) 
         },
         "optim": {"lr": 1e-4},
         "schedule": {"kind": "cosine", "total_tokens": 1_000_000_000, "warmup_tokens": 10_000_000, "min_lr": 1e-5},
+        "checkpoint": {"interval": 1000},
     }
     return recipe_from_dict(values, source=str(directory))
 
@@ -137,7 +142,7 @@ def import_hf(
                 planned.tokenizer_path,
                 {name: (spec.dtype, spec.shape) for name, spec in specs.items()},
                 arrays(),
-                _fresh_router(source.model),
+                planned.router,
             )
             report = describe_import(planned, out) | {"files": digests.result()}
             write_json(directory / REPORT_FILE, report)
@@ -147,7 +152,6 @@ def import_hf(
 
 
 def _fresh_router(model: Model) -> dict[str, np.ndarray[Any, Any]]:
-    """What the routers of a mixture of experts remember before their first step."""
     if model.experts is None:
         return {}
     from vha_paddle.model.balance import Balance  # Paddle takes seconds to load, and a dense model needs none

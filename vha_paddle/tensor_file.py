@@ -1,10 +1,9 @@
 """safetensors files, written as a stream and read slice by slice.
 
 The safetensors library writes a file from tensors that are all in memory, and digests nothing. Here a file is
-written one tensor after the other and digested on the way (`write_tensors`), or created at its full size and
-filled through a mapping (`create_tensors`, `fill_tensors`); a reader takes the slices it needs. So the layout (an
-8-byte length, a JSON header, raw little-endian tensors) is written here. Any safetensors reader opens the result;
-the tests read it with the library's own.
+written one tensor after the other and digested on the way; a reader takes the slices it needs. So the layout (an
+8-byte length, a JSON header, raw little-endian tensors) is written here. Any safetensors reader opens the result; the
+tests read it with the library's own.
 """
 
 from __future__ import annotations
@@ -65,19 +64,19 @@ class Entry:
 class TensorFile:
     """An open safetensors file; `array(name)` is a view of the disk, so taking a slice reads that slice only."""
 
-    def __init__(self, path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str], mode: str) -> None:
-        self.path, self.entries, self.metadata, self._mode = path, entries, metadata, mode
+    def __init__(self, path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
+        self.path, self.entries, self.metadata = path, entries, metadata
 
     @functools.cached_property
     def _bytes(self) -> np.ndarray[Any, Any]:
         """The whole file, mapped when its first tensor is asked for: of many files a rank needs few."""
-        return np.memmap(self.path, np.uint8, "r" if self._mode == "r" else "r+")
+        return np.memmap(self.path, np.uint8, "r")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
 
     def array(self, name: str) -> np.ndarray[Any, Any]:
-        """A view of tensor `name` in the file; writable when the file was opened with `fill_tensors`.
+        """A view of tensor `name` in the file, to be read only.
 
         Raises:
             UserError: the file has no such tensor.
@@ -118,11 +117,6 @@ class TensorFile:
             raise UserError(f"{self.path}: tensor {name} is missing; the file belongs to another model")
         return self.entries[name]
 
-    def flush(self) -> None:
-        """Put what was written into the views onto the disk."""
-        assert isinstance(self._bytes, np.memmap)
-        self._bytes.flush()
-
 
 @dataclass(frozen=True)
 class FileRecord:
@@ -130,16 +124,6 @@ class FileRecord:
 
     bytes: int
     sha256: str
-
-
-def create_tensors(path: Path, tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> None:
-    """Create `path` with its header and room for every tensor; `fill_tensors` then opens it for writing."""
-    header, num_bytes = _header(tensors, metadata)
-    with open(path, "wb") as file:
-        file.write(header)
-        file.flush()
-        # reserve the room now: a full disk is an error here, but a dead process when a mapped page is written
-        os.posix_fallocate(file.fileno(), 0, len(header) + num_bytes)
 
 
 def write_tensors(
@@ -224,21 +208,12 @@ def _header(tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> t
     return len(text).to_bytes(8, "little") + text, position
 
 
-def fill_tensors(path: Path) -> TensorFile:
-    """Open a created file so that writes into its arrays reach the disk."""
-    return _open(path, "r+")
-
-
 def read_tensors(path: Path) -> TensorFile:
     """Open a safetensors file for reading, after checking that its header describes exactly this file.
 
     Raises:
         UserError: the file is absent, truncated, or its header is not a valid description of its bytes.
     """
-    return _open(path, "r")
-
-
-def _open(path: Path, mode: str) -> TensorFile:
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
@@ -264,7 +239,7 @@ def _open(path: Path, mode: str) -> TensorFile:
         position += entry.num_bytes
     if position != size:
         raise UserError(f"{path}: truncated or damaged (the tensors do not fill the file exactly)")
-    return TensorFile(path, entries, metadata, mode)
+    return TensorFile(path, entries, metadata)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

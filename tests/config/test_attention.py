@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from vha_paddle.config import Recipe, load_recipe, recipe_from_dict
+from vha_paddle.config import Recipe, load_recipe, recipe_from_dict, recipe_to_yaml
+from vha_paddle.config.attention import VirtualHeadAttention
 from vha_paddle.errors import UserError
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes/quickstart.yaml"
@@ -53,6 +54,17 @@ def test_what_fits_together_is_accepted(attention: dict[str, Any], sliding: dict
     assert recipe_with(attention, sliding).model.attention.kind == attention["kind"]
     section = {"window": 64, "full_every": 2, "attention": attention}
     assert len(recipe_with({**GROUPED, "num_key_value_heads": 4}, section).model.attentions) == 2
+
+
+def test_no_gate_may_be_written_as_in_grouped_attention() -> None:
+    """A recipe with all its defaults written out changes its kind without another word for no gate."""
+    recipe = recipe_with({**VHA, "output_gate": False}, None)
+    assert recipe == recipe_with(VHA, None)
+    assert recipe_to_yaml(recipe) == recipe_to_yaml(recipe_with(VHA, None))
+    schema = VirtualHeadAttention.model_json_schema()["properties"]["output_gate"]
+    assert schema["enum"] == ["none", "before_postmix", "after_postmix", False]
+    assert "output_gate=True: must be" in error_of({**VHA, "output_gate": True})
+    assert "output_gate=0: must be" in error_of({**VHA, "output_gate": 0})
 
 
 @pytest.mark.parametrize(

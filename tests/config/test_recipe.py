@@ -371,5 +371,6 @@ class TestTrainCommand:
         lines = self.run(tmp_path, "--dry-run").stdout.splitlines()
         table = list(memory_table({"worst": worst(all_ranks(load_recipe(QUICKSTART)))}))
         assert lines[0] == "quickstart: vha attention on 2 ranks"
-        assert lines[-1 - len(table) : -1] == table
+        assert lines[-2 - len(table) : -2] == table
+        assert lines[-2] == "data were not looked at: whether they are there, and fit, shows when the run starts"
         assert lines[-1] == "communication, time and other layouts: python tools/plan.py"

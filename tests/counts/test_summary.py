@@ -56,6 +56,7 @@ def test_a_rendered_size_has_the_largest_unit_that_leaves_at_least_one() -> None
     sizes = {"below": 1023, "at": 1024, "above": 3 << 20}
     found = {"run": "tiny", "attention": "vha", "ranks": 1, "cache_bytes": sizes, "flops": {"many": 1_500_000}}
     lines = counts.render(found).splitlines()
+    assert lines[0] == "tiny: vha attention on 1 rank"
     assert [line.split()[-2:] for line in lines if line.startswith("  ")] == [
         ["1023", "B"],
         ["1.000", "KiB"],

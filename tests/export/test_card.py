@@ -23,7 +23,8 @@ from tests.checkpoints import (
 )
 from vha_paddle.config import load_recipe
 from vha_paddle.export.card import cache_bytes, model_card
-from vha_paddle.export.stock import partial_target, stock_target
+from vha_paddle.export.readers import NO_TOKENIZER
+from vha_paddle.export.stock import partial_target, stock_target, unfolded_target
 
 LATENT = {"kind": "mla", "num_attention_heads": 2, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8}
 
@@ -71,7 +72,8 @@ def test_the_recipe_in_the_card_is_the_one_that_was_trained(card: str, exported:
 
 FIGURES: dict[str, Any] = {
     "num_tokens": 256,
-    "text": "built-in",
+    "text": "built in",
+    "num_text_tokens": 128,
     "max_abs_difference": 3e-6,
     "mean_abs_difference": 4e-7,
     "scale": 12.0,
@@ -83,6 +85,8 @@ FIGURES: dict[str, Any] = {
     "fold_relative": 6.25e-7,
     "storage": {"relative": 7.5e-3},
     "cast": {"relative": 8.5e-3},
+    "checkpoint_loss": 2.25,
+    "export_loss": 2.5,
     "attention": {"export": [1.5e-3, 3.5e-3], "fold": [1e-15, 2e-15], "cast": None},
     "expert_agreement": None,
 }
@@ -101,7 +105,8 @@ def with_report(exported: Exported, **values: Any) -> str:
 def test_the_figures_of_a_verification_are_in_the_card(exported: Exported) -> None:
     card = with_report(exported, verification=FIGURES)
     for fact in (
-        "at 256 positions (text: built-in):",
+        "at 256\npositions (128 of built-in text, 128 random ids):",
+        "loss on the text, of checkpoint and export | 2.250000 and 2.500000 nats per token",
         "3.000e-06",
         "4.000e-07",
         "1.200e+01",
@@ -120,9 +125,10 @@ def test_the_figures_of_a_verification_are_in_the_card(exported: Exported) -> No
 def test_figures_that_were_not_measured_are_not_in_the_card(exported: Exported) -> None:
     attention = {"export": [1.5e-3], "fold": None, "cast": None}
     figures = FIGURES | {"fold_relative": None, "cast": None, "text": None, "attention": attention}
+    figures |= {"num_text_tokens": 0, "checkpoint_loss": None, "export_loss": None}
     card = with_report(exported, verification=figures)
-    assert "at 256 positions:" in card
-    for absent in ("by the fold", "by storage", "unfolded |", "of the fold, in float64", "experts"):
+    assert "positions (256 random ids):" in card
+    for absent in ("by the fold", "by storage", "unfolded |", "of the fold, in float64", "experts", "loss on"):
         assert absent not in card, absent
 
 
@@ -163,11 +169,12 @@ def test_the_share_of_equal_choices_of_experts_is_in_the_card(exported: Exported
         (SMALL_VHA, {}, "fp8", "FP8 weights need a GPU"),
         (SMALL_VHA, {}, "fp8", "Some FP8 matrices have fewer rows than a block, and vLLM refuses them"),
         (SMALL_VHA, {}, "fp8", "## FP8"),
+        (SMALL_VHA, {}, "fp8", "transformers needs the package `accelerate`"),
         (LATENT, {"rms_norm_eps": 1e-6}, "float32", "The embedding is stored a second time as output projection"),
         (LATENT, {"rms_norm_eps": 1e-6}, "float32", "(10 + 8) channels x 2 bytes = 36"),
         (LATENT, {"rms_norm_eps": 1e-6}, "float32", "stock `DeepseekV3ForCausalLM`"),
     ],
-    ids=["biases", "fp8", "fp8 blocks", "fp8 section", "embedding", "cache", "class"],
+    ids=["biases", "fp8", "fp8 blocks", "fp8 section", "fp8 package", "embedding", "cache", "class"],
 )
 def test_the_card_says_what_readers_make_of_it(
     exported: Exported, attention: dict[str, Any], keys: dict[str, Any], dtype: str, fact: str
@@ -201,8 +208,13 @@ def test_the_card_of_another_projects_checkpoint_says_what_is_known(exported: Ex
         "revision": "7218402d",
         "config_sha256": "ab12",
         "tokens": None,
+        "bytes": 1234,
+        "config": "config.json",
+        "masters": True,
+        "norm_order": "premix-norm",
     }
     report = exported.report | {
+        "verification": FIGURES,
         "source": source,
         "kind": "PaddleFleet core, flex folder",
         "warnings": ["eps is assumed"],
@@ -215,10 +227,80 @@ def test_the_card_of_another_projects_checkpoint_says_what_is_known(exported: Ex
         "| step | 100 |",
         "| revision | 7218402d |",
         "sha256 `ab12`",
-        "| to be known | eps is assumed |",
+        "\n- eps is assumed.\n",
+        "| weights | from float32 masters |",
+        "| order of norm and Premix, as stated | premix-norm |",
+        "does not show that the configuration, and an order of norm and Premix",
     ):
         assert fact in card, fact
-    assert "## Recipe" not in card and "None |" not in card
+    for absent in ("## Recipe", "None |", "| directory |", "| bytes |", "| config |", "| masters |"):
+        assert absent not in card, absent
+
+
+def test_of_a_text_that_was_given_the_card_names_the_file(exported: Exported) -> None:
+    card = with_report(exported, verification=FIGURES | {"text": "held_out.txt", "num_text_tokens": 256})
+    assert "positions (256 of text, held_out.txt):" in card
+
+
+def test_a_verification_of_a_recipe_of_ours_needs_no_word_on_the_configuration(exported: Exported) -> None:
+    assert "It does not show" not in with_report(exported, verification=FIGURES)
+
+
+def test_positions_that_training_never_reached_are_named(card: str, exported: Exported) -> None:
+    warning = "Trained on sequences of 32 tokens: positions beyond were never seen."
+    assert exported.recipe.model.max_position_embeddings == 64 and warning in card
+    whole = exported.report["source"] | {"sequence_length": 64}
+    assert "never seen" not in with_report(exported, source=whole)
+    unknown = {key: value for key, value in whole.items() if key != "sequence_length"}
+    assert "never seen" not in with_report(exported, source=unknown)
+
+
+@pytest.mark.parametrize("is_stock", [True, False])
+def test_a_card_without_a_tokenizer_shows_none(is_stock: bool, exported: Exported) -> None:
+    model, named = exported.recipe.model, {"config.json": {}, "model.safetensors": {}}
+    target = stock_target(model, "test") if is_stock else unfolded_target(model, "test")
+    card = model_card(exported.report | {"files": named, "warnings": [NO_TOKENIZER]}, target, model, exported.recipe)
+    remedy = "give one to `AutoTokenizer`, or export again with" if is_stock else "export again with"
+    assert f"This directory has no tokenizer: {remedy} `--tokenizer PATH`" in card
+    assert "convert_hf_to_gguf.py" not in card
+    for absent in (
+        "AutoTokenizer.from_pretrained",
+        "The tokenizer is the one",
+        "No begin token",
+        "tools/generate.py .",
+    ):
+        assert absent not in card, absent
+    assert 'AutoModelForCausalLM.from_pretrained("."' in card or not is_stock
+    assert "had to assume" not in card
+
+
+def test_the_card_of_our_own_class_has_commands_that_run(exported: Exported) -> None:
+    card = model_card(exported.report, unfolded_target(exported.recipe.model, "t"), exported.recipe.model, None)
+    assert 'python tools/generate.py . --prompt "Once upon a time"\npython tools/analyze_maps.py .' in card
+    assert "This directory has no tokenizer" not in card
+
+
+def test_the_model_is_loaded_in_its_own_dtype_by_every_transformers(card: str) -> None:
+    """Before 4.56 `dtype` is not known and passed over; 5 still takes `torch_dtype`."""
+    assert 'AutoModelForCausalLM.from_pretrained(".", torch_dtype="auto")' in card
+
+
+def test_an_import_is_not_called_trained(exported: Exported) -> None:
+    origin = {"directory": "Qwen3-0.6B-Base", "architecture": "Qwen3ForCausalLM", "files_sha256": "ab34"}
+    card = with_report(exported, source=exported.report["source"] | {"imported_from": origin, "step": 0, "tokens": 0})
+    row = "| imported from | Qwen3-0.6B-Base (Qwen3ForCausalLM), the list of its files' digests has sha256 `ab34` |"
+    assert row in card and "| software | imported with vha_paddle 0.0.9, exported with" in card
+    for absent in ("trained for", "trained with vha_paddle", "optimizer steps", "## Recipe", "| run |", "| samples |"):
+        assert absent not in card, absent
+    assert "never seen" not in card  # the sequence length is that of a recipe to be edited
+
+
+def test_what_training_started_from_is_named(card: str, exported: Exported) -> None:
+    start = "gqa, checkpoint step-00000300"
+    assert f"| started from | {start} |" in with_report(
+        exported, source=exported.report["source"] | {"started_from": start}
+    )
+    assert "started from" not in card
 
 
 def test_the_files_that_were_read_have_one_digest(exported: Exported) -> None:

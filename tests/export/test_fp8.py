@@ -189,7 +189,15 @@ def test_a_model_without_whole_blocks_is_refused(tmp_path: Path) -> None:
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 80, "postmix_rank": 1}
     recipe = small_recipe(SMALL_VHA | sizes, hidden_size=144, intermediate_size=144)
     checkpoint = write_checkpoint(tmp_path / "checkpoint", recipe, trained_weights(recipe), small_tokenizer())
-    with pytest.raises(UserError, match="no projection consists of whole blocks of 128 x 128"):
+    with pytest.raises(UserError, match=r"hidden_size=144 is no multiple of 128, so that no projection .* 128 x 128"):
+        prepare_export(open_own(checkpoint), "fp8")
+
+
+def test_the_edges_that_leave_nothing_to_quantise_are_named(tmp_path: Path) -> None:
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 80, "postmix_rank": 1}
+    recipe = small_recipe(SMALL_VHA | sizes, hidden_size=128, intermediate_size=144)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", recipe, trained_weights(recipe), small_tokenizer())
+    with pytest.raises(UserError, match=r"144, 160 are no multiple of 128"):
         prepare_export(open_own(checkpoint), "fp8")
 
 

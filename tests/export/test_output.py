@@ -100,6 +100,17 @@ def test_a_file_or_a_link_in_the_place_of_the_output_is_refused(exported: Export
         export_checkpoint(exported.checkpoint, out, "float32", overwrite=True)
 
 
+@pytest.mark.parametrize("name", [".", "..", "/", "new/.."])
+def test_an_output_that_cannot_be_named_is_refused(
+    checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A directory is built beside its place: of `.` that would be inside it."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(UserError, match="is no name that a directory can be given"):
+        check_output(Path(name), checkpoint, overwrite=True)
+
+
 def test_an_output_inside_the_checkpoint_or_around_it_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     before = contents(checkpoint)
     for out in (checkpoint / "out", checkpoint, checkpoint / ".." / checkpoint.name / "out"):

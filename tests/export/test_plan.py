@@ -89,7 +89,8 @@ def test_the_list_has_a_line_for_each_tensor_with_its_fate() -> None:
     specs = {
         name: replace(spec, stored=() if name == bias else (f"{name}.master",)) for name, spec in weights.specs.items()
     }
-    weights = InMemory(weights.arrays, specs, {"model.norm.weight": "rounded from model.norm.weight.master"})
+    rounded = {name: f"rounded from {name}.master" for name in specs if name != bias}
+    weights = InMemory(weights.arrays, specs, {"lm_head.weight": "a copy", **rounded})
     planned = planned_tensors(model, stock_target(model, "test"), BFLOAT16)
     lines = describe_plan(make_plan(weights, planned)).splitlines()
     assert f"zeros [20] float64 -> {bias} [20] bfloat16, 40 bytes" in lines
@@ -101,13 +102,17 @@ def test_the_list_has_a_line_for_each_tensor_with_its_fate() -> None:
         f"{before}.up_proj.master [5, 20, 12] float64 -> {before}.0.up_proj.weight to {before}.4.up_proj.weight "
         "(5 tensors) [12, 20] bfloat16, 2,400 bytes" in lines
     )
-    assert "model.norm.weight -> left out: rounded from model.norm.weight.master" in lines
+    assert "lm_head.weight -> left out: a copy" in lines
+    assert lines[-2] == (
+        f"model.embed_tokens.weight to model.norm.weight ({len(rounded)} tensors) -> left out: rounded from the "
+        "masters, which are read"
+    )
     total = sum(tensor.num_bytes for tensor in planned)
     assert lines[-1] == (
-        f"{len(specs) - 1} tensors read, 1 left out; {len(planned)} tensors to write, each once, {total:,} bytes in "
-        "bfloat16"
+        f"{len(specs) - 1} tensors read, {len(rounded) + 1} left out; {len(planned)} tensors to write, each once, "
+        f"{total:,} bytes in bfloat16"
     )
-    assert len(lines) == len(specs) + 2
+    assert len(lines) == len(specs) + 3
 
 
 @pytest.mark.parametrize("fault", ["twice", "absent", "unused"])

@@ -52,6 +52,27 @@ runpy.run_path({tool!r}, run_name="__main__")
 """
 
 
+# The tool with a verification that imports Paddle, as the real one does, and then waits.
+VERIFYING = """
+import runpy, sys, time, types
+
+class Prove(types.ModuleType):
+    def __getattr__(self, name):
+        if name != "prove_export":
+            raise AttributeError(name)
+        import paddle
+        return wait
+
+def wait(*arguments, **options):
+    print("ready", flush=True)
+    time.sleep(60)
+
+sys.modules["vha_paddle.proof.prove"] = Prove("vha_paddle.proof.prove")
+sys.argv = ["fold_export.py", *sys.argv[1:], "--verify"]
+runpy.run_path({tool!r}, run_name="__main__")
+"""
+
+
 def run(*arguments: object, fault: str | None | Literal[False] = False) -> subprocess.CompletedProcess[str]:
     """Run the tool from a directory that is not the checkout."""
     program = [str(TOOL)]
@@ -150,6 +171,10 @@ def test_flags_reach_the_export(exported: Exported, tmp_path: Path, flags: list[
         (["--text", "x"], "--text x: has no effect without --verify"),
         (["--verify-tokens", "9"], "--verify-tokens 9: has no effect without --verify"),
         (["--verify", "--dry-run"], "there is nothing to run with --dry-run"),
+        (["--quiet", "--dry-run"], "--quiet: a --dry-run is there to be read"),
+        (["--verify-only", "--dtype", "float32"], "--dtype: has no effect with --verify-only"),
+        (["--verify-only", "--max-shard-size", "1GB"], "--max-shard-size: has no effect with --verify-only"),
+        (["--verify-only"], "holds no fold_report.json, so there is no export to verify"),
         (["--max-shard-size", "many"], "--max-shard-size many: must be a size such as 5GB"),
         (["--norm-order", "premix-norm"], "--norm-order=premix-norm: has no effect on a checkpoint of this package"),
         (["--allow-partial"], "all of this model folds"),
@@ -163,11 +188,12 @@ def test_a_flag_without_effect_is_refused(exported: Exported, tmp_path: Path, fl
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("program", [WAITING, VERIFYING], ids=["writing", "verifying"])
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_run_that_is_told_to_end_leaves_nothing(
-    exported: Exported, tmp_path: Path, sent: signal.Signals, code: int
+    exported: Exported, tmp_path: Path, sent: signal.Signals, code: int, program: str
 ) -> None:
-    command = [sys.executable, "-c", WAITING.format(tool=str(TOOL)), str(exported.checkpoint), str(tmp_path / "out")]
+    command = [sys.executable, "-c", program.format(tool=str(TOOL)), str(exported.checkpoint), str(tmp_path / "out")]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"

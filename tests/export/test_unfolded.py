@@ -134,7 +134,7 @@ def test_without_the_flag_what_does_not_fold_is_refused(tmp_path: Path) -> None:
     checkpoint = checkpoint_of(tmp_path, recipe, trained_weights(recipe))
     with pytest.raises(
         UserError,
-        match=r"after_postmix: no stock Qwen3 has a gate.*--allow-partial.*measured on these weights.* outputs by 0\.\d+",
+        match=r"after_postmix: no stock Qwen3 has a gate.*--allow-partial.*measured on these weights.* by 0\.\d+",
     ):
         export(checkpoint, tmp_path / "out", "all")
 

@@ -31,6 +31,7 @@ GOOD = Verification(
     dtype="bfloat16",
     num_tokens=256,
     text="built in",
+    num_text_tokens=128,
     scale=10.0,
     export=replace(SMALL, relative=1e-2, max_abs=0.1),
     fold=SMALL,
@@ -107,6 +108,8 @@ def test_the_description_has_every_part_that_there_is() -> None:
     text = GOOD.describe()
     for part in ("export from checkpoint", "fold error", "storage error", "bfloat16 cast", "in layer 1", "built in"):
         assert part in text
+    assert text.splitlines()[-1] == "passed: all bounds hold"
+    assert "passed" not in replace(GOOD, largest_rounding=1.02).describe()
     bare = replace(GOOD, fold=None, cast=None, checkpoint_loss=None, expert_agreement=None).describe()
     assert not [part for part in ("fold error", "cast", "loss", "experts") if part in bare]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,15 @@ from tests.checkpoints import (
 )
 from tests.generate.cases import UNTIED, Case, continued_alone, lively_weights
 from tests.oracles import forward
+from tests.sources.upstream.models import MODELS, config, weights
+from tests.sources.upstream.written import merged, write_config
 from tests.tolerances import FLOAT32, assert_close
 from vha_paddle.config import Recipe
 from vha_paddle.counts import cache_bytes
 from vha_paddle.errors import UserError
+from vha_paddle.evaluate import assumptions, model_logits
 from vha_paddle.export.fold_export import export_checkpoint
+from vha_paddle.generate.decoder import CachedDecoder
 from vha_paddle.generate.model import TextModel
 from vha_paddle.sampling import Sampling
 
@@ -67,8 +72,6 @@ def test_a_checkpoint_with_virtual_heads_is_folded_in_memory(
         in_float64 = {name: array.astype(np.float64) for name, array in weights.items()}
         expected = forward.logits(in_float64, tokens_BS, forward_spec(recipe.model))
     else:  # which the oracle's router does not have
-        from vha_paddle.evaluate import model_logits
-
         expected = model_logits(checkpoint)(tokens_BS)
     assert_close(np.stack(steps, axis=1), expected[:, 3:], FLOAT32, "logits")
     assert decoder.cache_figures()["bytes"] == 2 * cache_bytes(recipe.model, 11, "float32")
@@ -234,3 +237,20 @@ def test_an_empty_prompt_starts_after_the_begin_token_if_there_is_one(
 def test_a_prompt_that_is_no_text_is_refused(exported: TextModel) -> None:
     with pytest.raises(UserError, match="not valid UTF-8"):
         exported.encode("half a character: \udce2")
+
+
+def test_a_checkpoint_of_another_project_is_folded_in_memory_if_its_files_say_all_of_it(tmp_path: Path) -> None:
+    """One of the research fork, whose config.json says Qwen3ForCausalLM."""
+    upstream = replace(MODELS["fork_no_premix"], vocab=330)
+    write_config(merged(tmp_path, weights(upstream)), config(upstream))
+    with pytest.raises(UserError, match="tokenizer"):
+        TextModel.load(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(small_tokenizer())
+    found = TextModel.load(tmp_path)
+    assert found.config.attention.kind == "grouped" and "research fork" in found.origin
+    assert "folded in memory" in found.origin
+    assert any("rms_norm_eps" in line for line in assumptions(tmp_path))
+    tokens = found.encode("The quick")
+    logits = CachedDecoder(found.model, capacity=len(tokens)).read([list(tokens)])
+    unfolded = model_logits(tmp_path)(np.array([tokens]))[:, -1]
+    assert_close(np.asarray(logits), unfolded, FLOAT32, "logits")

@@ -142,6 +142,9 @@ def test_wrong_input_ends_with_one_line_and_exit_code_2(gqa: Case, tmp_path: Pat
         [model, "--temperature", "-1"],
         [model, "--num-samples", "0"],
         [model, "--batch-size", "0"],
+        [model, "--temperature", "0", "--top-k", "3"],
+        [model, "--temperature", "0", "--top-p", "0.5"],
+        [model, "--temperature", "0", "--num-samples", "2"],
         [model, "--prompts-file", str(tmp_path / "none.txt")],
     ):
         result = run_tool(*arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -63,7 +64,7 @@ def test_a_killed_rank_is_named_with_step_and_phase(tmp_path: Path, victim: int)
     ended = run(tmp_path, 3, "kill", str(victim))
     others = [rank for rank in range(3) if rank != victim]
     assert [ended[rank].code for rank in others] == [1, 1]
-    assert ended[min(others)].output == f"error: rank {victim} died (last heard of in {FIRST})\n"
+    assert ended[min(others)].output == f"error: rank {victim} died (last heard of in {FIRST}); start again\n"
     assert ended[max(others)].output == ""  # one says it
 
 
@@ -73,7 +74,7 @@ def test_a_stopped_rank_is_named(tmp_path: Path, victim: int) -> None:
     others = [rank for rank in range(3) if rank != victim]
     assert [ended[rank].code for rank in others] == [1, 1]
     assert f"error: rank {victim} has not answered for" in ended[min(others)].output
-    assert FIRST in ended[min(others)].output
+    assert f"({FIRST}): stopped, or its host is gone; start again\n" in ended[min(others)].output
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -82,14 +83,14 @@ def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(tmp_path: Path, v
     ended = run(tmp_path, 3, "hang", str(victim))
     assert [rank.code for rank in ended] == [1, 1, 1]
     teller = 1 if victim == 0 else 0
-    assert f"error: rank {victim} hangs ({FIRST}, for" in ended[teller].output
+    assert re.search(rf"error: rank {victim} hangs \({FIRST}, for \d+ s\); start again\n", ended[teller].output)
     assert "watchdog_worker.py" in ended[victim].output  # the stack
 
 
 def test_ranks_that_all_wait_are_told_so(tmp_path: Path) -> None:
     ended = run(tmp_path, 2, "wait", "all")
     assert [rank.code for rank in ended] == [1, 1]
-    assert ended[0].output == f"error: every rank waits for another (rank 0: {FIRST}; rank 1: {FIRST})\n"
+    assert ended[0].output == f"error: every rank waits for another (rank 0: {FIRST}; rank 1: {FIRST}); start again\n"
 
 
 def test_a_phase_that_has_not_ended_before_may_take_longer(tmp_path: Path) -> None:
@@ -98,7 +99,13 @@ def test_a_phase_that_has_not_ended_before_may_take_longer(tmp_path: Path) -> No
 
 def test_an_error_of_a_survivor_is_explained_by_the_death(tmp_path: Path) -> None:
     ended = run(tmp_path, 2, "kill", "1", "explain")
-    assert ended[0].output == f"explained: rank 1 died (last heard of in {FIRST})\n"
+    assert ended[0].output == f"explained: rank 1 died (last heard of in {FIRST}); start again\n"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_disk_that_does_not_answer_keeps_no_rank_from_ending(tmp_path: Path, victim: int) -> None:
+    ended = run(tmp_path, 2, "kill", str(victim), "dead_disk")
+    assert ended[1 - victim] == Ended(1, f"error: rank {victim} died (last heard of in {FIRST})\n")
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -111,8 +118,12 @@ def test_a_rank_that_fails_tells_why_and_keeps_its_own_words(tmp_path: Path, vic
     ] * 2
 
 
+def alone(hang_seconds: float) -> watchdog.Watchdog:
+    return watchdog.Watchdog(0, 1, lambda address: address, hang_seconds, lambda: "start again")
+
+
 def test_a_phase_may_take_five_times_its_longest() -> None:
-    dog = watchdog.Watchdog(0, 1, lambda address: address, hang_seconds=0.0)
+    dog = alone(hang_seconds=0.0)
     dog._longest["backward"] = 30.0
     dog.enter(1, "backward")
     assert dog.beat().allowed == 150.0
@@ -123,5 +134,5 @@ def test_a_phase_may_take_five_times_its_longest() -> None:
 
 
 def test_one_rank_alone_keeps_its_own_error() -> None:
-    with pytest.raises(ValueError, match="its own"), watchdog.Watchdog(0, 1, lambda address: address, hang_seconds=1.0):
+    with pytest.raises(ValueError, match="its own"), alone(hang_seconds=1.0):
         raise ValueError("its own")

@@ -31,7 +31,13 @@ def share(address: str | None) -> str | None:
     return path.read_text()
 
 
-dog = watchdog.Watchdog(RANK, NUM_RANKS, share, hang_seconds=4.0, is_waiting=lambda: waiting)
+def advice() -> str:
+    if "dead_disk" in sys.argv:
+        time.sleep(WHOLE)
+    return "start again"
+
+
+dog = watchdog.Watchdog(RANK, NUM_RANKS, share, 4.0, advice, is_waiting=lambda: waiting)
 for step in range(1, 4):  # so that the phases have ended once
     for phase in ("data", "backward"):
         dog.enter(step, phase)

@@ -76,6 +76,7 @@ def test_a_right_export_passes(
     assert (found.cast is not None) == (dtype != "float32")
     assert (found.expert_agreement is None) == (made.recipe.model.experts is None)
     assert found.checkpoint_loss is not None and found.text == "built in"
+    assert 2 * found.num_text_tokens == found.num_tokens
     assert found.storage == found.export if not folded else True
     if found.cast is not None:  # what is paid for the dtype is paid folded or not
         assert 0.1 < found.export.relative / found.cast.relative < 10
@@ -187,7 +188,7 @@ def test_a_given_text_is_what_is_compared_on(tmp_path: Path) -> None:
     made = make(tmp_path, SMALL_VHA)
     (tmp_path / "text").write_text("The quick brown fox jumps over the lazy dog. " * 20)
     found = prove_export(made.source, made.directory, text=tmp_path / "text", num_tokens=40)
-    assert (found.num_tokens, found.text) == (40, str(tmp_path / "text"))
+    assert (found.num_tokens, found.num_text_tokens, found.text) == (40, 40, str(tmp_path / "text"))
     other = prove_export(made.source, made.directory, num_tokens=40)
     assert found.checkpoint_loss != other.checkpoint_loss
 

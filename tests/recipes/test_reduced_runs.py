@@ -178,11 +178,11 @@ from vha_paddle.data import builtin
 def slow(plan, dry_run, progress):
     time.sleep(1)
     plan.out.mkdir()
-    (plan.out / builtin.TOKENIZER_FILE).touch()
+    (plan.out / builtin.SENTENCEPIECE_FILE).touch()
     print("made")
 builtin.prepare = slow
 builtin.ensure_builtin_data(Path(sys.argv[1]), 512)
-print(Path(sys.argv[1], builtin.TOKENIZER_FILE).is_file())
+print(Path(sys.argv[1], builtin.SENTENCEPIECE_FILE).is_file())
 """
 
 

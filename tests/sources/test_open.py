@@ -6,12 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.checkpoints import SMALL_VHA, small_recipe, small_tokenizer, trained_weights, write_checkpoint
 from tests.sources.upstream.models import MODELS, config, options, weights
-from tests.sources.upstream.written import flex, write_config
+from tests.sources.upstream.written import flex, merged, write_config
 from vha_paddle.errors import UserError
+from vha_paddle.evaluate import load_model, open_model
+from vha_paddle.export.fold_export import export_checkpoint
+from vha_paddle.sources.base import Source
+from vha_paddle.sources.hugging_face import is_hugging_face, open_hugging_face
 from vha_paddle.sources.open import open_source
 from vha_paddle.sources.unfolded import MODEL_TYPE
 
@@ -66,3 +71,36 @@ def test_an_unfolded_directory_is_told_by_its_type(stated: dict[str, Any], tmp_p
         open_source(tmp_path, **stated)
     with pytest.raises(UserError, match="fold=None"):  # read by the reader of such directories
         open_source(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["fork_no_premix", "core"])
+def test_virtual_heads_are_not_taken_for_a_stock_model_whatever_the_configuration_says(
+    name: str, tmp_path: Path
+) -> None:
+    """The research fork's config.json says Qwen3ForCausalLM."""
+    model = MODELS[name]
+    stock = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    write_config(merged(tmp_path, weights(model)), config(model) | stock)
+    assert not is_hugging_face(tmp_path)
+    with pytest.raises(UserError, match=r"holds .*vha_.*, so it is a VHA checkpoint, whatever config.json says"):
+        open_hugging_face(tmp_path)
+    found = open_model(tmp_path)
+    assert isinstance(found, Source) and found.kind.startswith("PaddleFleet")
+    loaded = load_model(tmp_path).named_tensors()
+    expected = found.weights.read("model.layers.1.self_attn.postmix_b").astype(np.float32)
+    np.testing.assert_array_equal(loaded["model.layers.1.self_attn.postmix_b"].numpy(), expected)
+
+
+def test_a_training_checkpoint_beside_a_configuration_of_a_stock_model_is_opened(tmp_path: Path) -> None:
+    model = MODELS["fork_no_premix"]
+    flex(tmp_path, weights(model))
+    write_config(tmp_path, config(model))
+    assert open_source(tmp_path).kind == "PaddleFleet research fork, flex"
+
+
+def test_a_stock_directory_holds_nothing_to_fold(checkpoint: Path, tmp_path: Path) -> None:
+    export_checkpoint(checkpoint, tmp_path / "out", "float32")
+    (tmp_path / "out" / "fold_report.json").unlink()
+    assert is_hugging_face(tmp_path / "out")
+    with pytest.raises(UserError, match=r"nothing to fold; serve it as it is, or make .*tools/import_hf\.py"):
+        open_source(tmp_path / "out")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +55,34 @@ def test_the_best_weights_are_read_and_the_others_named(tmp_path: Path, with_mas
         assert weights.specs[name].stored == ((f"{name}.master",) if with_masters else (name,))
     left = {name: f"rounded from {name}.master" for name in MASTERS} if with_masters else {}
     assert weights.left_out == left
+
+
+def origin(path: Path) -> dict[str, object]:
+    provenance = open_own(path, with_digests=False).provenance
+    return {key: provenance[key] for key in ("imported_from", "started_from") if key in provenance}
+
+
+def test_a_checkpoint_says_where_its_weights_came_from_before_any_training(tmp_path: Path) -> None:
+    started = RECIPE.model_copy(update={"run": RECIPE.run.model_copy(update={"start_from": "warm/gqa"})})
+    plain = write_checkpoint(tmp_path / "plain", RECIPE, MASTERS, small_tokenizer())
+    trained = write_checkpoint(tmp_path / "trained", started, MASTERS, small_tokenizer())
+    assert (origin(plain), origin(trained)) == ({}, {"started_from": "warm/gqa"})
+    files = {"b.safetensors": "22", "a.json": "11"}
+    report = {"directory": "Qwen3-0.6B", "model_type": "qwen3", "files": files}
+    (plain / "import_report.json").write_text(json.dumps(report))
+    digest = hashlib.sha256(b"11  a.json\n22  b.safetensors\n").hexdigest()
+    expected = {"directory": "Qwen3-0.6B", "architecture": "Qwen3ForCausalLM", "files_sha256": digest}
+    assert origin(plain) == {"imported_from": expected}
+    (trained / "warm_start_report.json").write_text(json.dumps({"started_from": "gqa, checkpoint step-00000300"}))
+    assert origin(trained) == {"started_from": "gqa, checkpoint step-00000300"}
+
+
+@pytest.mark.parametrize("text", ["{}", '{"directory": "d", "model_type": "bert", "files": {}}', "[]"])
+def test_a_report_that_says_no_origin_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    path = write_checkpoint(tmp_path / "checkpoint", RECIPE, MASTERS, small_tokenizer())
+    (path / "import_report.json").write_text(text)
+    with pytest.raises(UserError, match=r"import_report\.json: "):
+        open_own(path, with_digests=False)
 
 
 @pytest.mark.parametrize("with_masters", [False, True])

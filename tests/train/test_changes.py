@@ -122,6 +122,28 @@ def test_what_the_state_cannot_serve_is_refused_even_if_allowed(make_recipe: Mak
         fit(make_recipe(**{key.replace(".", "__"): value}), key)
 
 
+@pytest.mark.parametrize(
+    ("change", "takes_weights"),
+    [
+        ({"model__rope_theta": 500.0}, True),
+        ({"model__attention__postmix": "silu"}, True),
+        ({"model__hidden_size": 32}, False),
+        ({"model__attention__postmix_rank": 1}, False),
+        ({"model__num_hidden_layers": 3}, False),
+        ({"run__seed": 12, "model__hidden_size": 32}, False),
+    ],
+)
+def test_weights_are_offered_to_a_new_run_only_where_their_shapes_fit(
+    make_recipe: MakeRecipe, change: dict[str, Any], takes_weights: bool
+) -> None:
+    fit(make_recipe())
+    checkpoint = open_checkpoint(Path(make_recipe().run.output))
+    with pytest.raises(UserError, match="use that, or another run.output for a new run") as caught:
+        refuse_changes(checkpoint, make_recipe(**change), [])
+    assert ("run.start_from" in str(caught.value)) == takes_weights
+    assert ("tensors have other shapes" in str(caught.value)) != takes_weights
+
+
 def test_every_entry_names_a_key_or_section_and_stands_in_the_document() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     for name, reason in (FREE | FIXED).items():

@@ -23,7 +23,7 @@ from vha_paddle.config.schema import Precision
 from vha_paddle.errors import UserError
 from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.train.changes import changed_keys
-from vha_paddle.train.resume import _check_fit
+from vha_paddle.train.resume import _check_fit, what_continues
 from vha_paddle.train.trainer import RunData, Trainer
 
 HOLD = """
@@ -54,8 +54,36 @@ def test_a_complete_run_says_so_and_touches_nothing(
     before = files(recipe)
     capsys.readouterr()
     fit(recipe)
-    assert f"complete at step {NUM_STEPS}; raise schedule.total_tokens" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    flag = "--allow-changed schedule.total_tokens"
+    assert f"complete at step {NUM_STEPS}; to train on, raise schedule.total_tokens and add {flag}\n" in said
     assert files(recipe) == before
+
+
+def test_what_a_complete_run_says_trains_on(make_recipe: MakeRecipe) -> None:
+    fit(make_recipe())
+    longer = make_recipe(schedule__total_tokens=8 * 64)
+    trainer = Trainer(longer, RunData(longer), Mesh(), allow_changed=["schedule.total_tokens"])
+    assert trainer.fit() and trainer.step == 8
+
+
+@pytest.mark.parametrize(
+    ("steps", "interval", "is_said"), [(1001, None, True), (1000, None, False), (1001, 500, False)]
+)
+def test_a_long_run_without_checkpoints_on_the_way_is_warned_of(
+    make_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str], steps: int, interval: int | None, is_said: bool
+) -> None:
+    recipe = make_recipe(schedule__total_tokens=steps * 64, checkpoint__interval=interval)
+    Trainer(recipe, RunData(recipe), Mesh()).fit(lambda: True)
+    warning = "warning: checkpoint.interval is null: nothing is saved before the last step, and a failure costs all"
+    assert (warning in capsys.readouterr().out) == is_said
+
+
+def test_where_a_run_continues_is_said_by_the_name_of_its_checkpoint(make_recipe: MakeRecipe) -> None:
+    output = Path(make_recipe().run.output)
+    assert what_continues(output) == "nothing was saved yet, the same command starts anew"
+    fit(make_recipe())  # saved at steps 3 and 6
+    assert what_continues(output) == "last checkpoint step-00000006, the same command continues"
 
 
 def test_a_schedule_that_ends_before_the_checkpoint_is_refused_and_nothing_is_touched(make_recipe: MakeRecipe) -> None:

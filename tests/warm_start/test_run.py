@@ -31,6 +31,7 @@ from vha_paddle.errors import UserError
 from vha_paddle.evaluate import decoder_with, load_model, model_logits, sequence_means
 from vha_paddle.fold import fold_premix, fold_state
 from vha_paddle.parallel.mesh import Mesh
+from vha_paddle.sources.own import open_own
 from vha_paddle.train.trainer import RunData, Trainer
 from vha_paddle.warm_start.activations import input_moments
 from vha_paddle.warm_start.convert import layers_to_convert
@@ -160,6 +161,10 @@ def test_what_is_written_is_a_checkpoint_that_a_run_starts_from(
     assert (checkpoint.state.step, checkpoint.state.tokens, checkpoint.state.samples) == (0, 0, 0)
     assert checkpoint.recipe == make(VHA)
     assert checkpoint.tokenizer_path.read_bytes() == (folder / "tokenizer.model").read_bytes()
+    source = open_checkpoint(trained)
+    started_from = f"{source.recipe.run.name}, checkpoint {source.path.name}"
+    assert open_own(checkpoint.path).provenance["started_from"] == started_from
+    assert json.loads((checkpoint.path / "warm_start_report.json").read_text())["losses"] == fitted["losses"]
     given, made = open_checkpoint(trained).model_tensors(), checkpoint.model_tensors()
     changed = {"q_proj.weight", "k_proj.weight", "v_proj.weight", "premix", "postmix_a", "postmix_b"}
     for name in made:

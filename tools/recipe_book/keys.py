@@ -45,7 +45,11 @@ def _rows(member: dict[str, Any]) -> Iterator[str]:
 
 
 def _default(prop: dict[str, Any]) -> str:
-    value = prop.get("default")
+    return _shown(prop.get("default"))
+
+
+def _shown(value: Any) -> str:
+    """A value as YAML has it."""
     if value is None or isinstance(value, bool):
         return str(value).lower().replace("none", "null")
     return str(value)
@@ -74,7 +78,7 @@ def _values(prop: dict[str, Any]) -> str:
         may_be_null = _NULL in _options(prop) and kinds != ["section"]
         return " or ".join(kinds + ["`null`"] * may_be_null)
     if "enum" in prop or "const" in prop:
-        return ", ".join(f"`{value}`" for value in prop.get("enum", [prop.get("const")]))
+        return ", ".join(f"`{_shown(value)}`" for value in prop.get("enum", [prop.get("const")]))
     signs = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
     bounds = [f"{sign} {prop[name]:.15g}" for name, sign in signs.items() if name in prop and prop[name] < 2**53]
     return " ".join([prop["type"], ", ".join(bounds)]).strip()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from vha_paddle.config.fields import NonNegativeFloat, Positive, PositiveFloat, Section
 
@@ -17,6 +17,11 @@ def _kind_is_written(schema: dict[str, Any]) -> None:
     """In a recipe nothing but `kind` tells the sections apart, so there it has no default."""
     del schema["properties"]["kind"]["default"]
     schema["required"].insert(0, "kind")
+
+
+def _no_gate(value: Any) -> Any:
+    """`none` where a recipe says it as one of kind grouped does: its kind changes without another word for no gate."""
+    return "none" if value is False else value
 
 
 class AttentionSection(Section):
@@ -87,9 +92,12 @@ class VirtualHeadAttention(AttentionSection):
     """RMSNorm of each query and key head before RoPE, as Qwen3 has it; false is Llama's form."""
     attention_bias: bool = False
     """A bias on each of the q, k, v and o projections. None of the paper's models has one."""
-    output_gate: Literal["none", "before_postmix", "after_postmix"] = "none"
+    output_gate: Annotated[
+        Literal["none", "before_postmix", "after_postmix"],
+        BeforeValidator(_no_gate, json_schema_input_type=Literal["none", "before_postmix", "after_postmix", False]),
+    ] = "none"
     """Multiply each channel of the heads' outputs by sigmoid(x W_gate). Before Postmix both maps fold; after it
-    (as upstream) only Premix does."""
+    (as upstream) only Premix does. `false`, as kind grouped has it, is read as `none`."""
 
     @property
     def num_physical_heads(self) -> int:

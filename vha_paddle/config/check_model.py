@@ -14,6 +14,8 @@ from vha_paddle.config.attention import (
 from vha_paddle.config.model import MixtureOfExperts, Model
 from vha_paddle.errors import UserError
 
+_MOST_EXPERTS = 1 << 17  # of all layers: their tensors are listed by name, as many as a file claims
+
 
 def check_model(model: Model) -> None:
     """Raise `UserError` for the first rule that the section breaks."""
@@ -27,6 +29,11 @@ def check_model(model: Model) -> None:
             "experts (a mixture in every layer); give one of the two"
         )
     if model.experts is not None:
+        if model.num_hidden_layers * model.experts.num_experts > _MOST_EXPERTS:
+            raise UserError(
+                f"model.experts.num_experts={model.experts.num_experts}: times model.num_hidden_layers="
+                f"{model.num_hidden_layers} it must not exceed {_MOST_EXPERTS}; use fewer"
+            )
         _check_experts(model.experts)
 
 

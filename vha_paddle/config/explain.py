@@ -26,7 +26,7 @@ def explain(error: ValidationError, values: dict[str, Any]) -> str:
         return f"{key}: unknown key; {_place_of(path, values)}"
     if fault["type"] == "missing":
         present = _lookup(path[:-1], values)
-        unknown = [name for name in present if name not in _keys_at(path[:-1], values)] if present else []
+        unknown = [name for name in map(str, present) if name not in _keys_at(path[:-1], values)]
         near = difflib.get_close_matches(path[-1], unknown, n=1)
         hint = f"; {near[0]!r} is there: is it a slip?" if near else "; add it"
         return f"{key}: required key is missing{hint}"

@@ -12,13 +12,15 @@ def _integral(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Positive = Annotated[int, Field(gt=0)]
+_LIMIT = 2**63  # of a count: beyond it numpy and Paddle have no integer, and a float loses it
+
+Positive = Annotated[int, Field(gt=0, lt=_LIMIT)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[int, Field(ge=0)]
+NonNegative = Annotated[int, Field(ge=0, lt=_LIMIT)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-Tokens = Annotated[int, BeforeValidator(_integral), Field(gt=0)]
-TokensOrZero = Annotated[int, BeforeValidator(_integral), Field(ge=0)]
+Tokens = Annotated[int, BeforeValidator(_integral), Field(gt=0, lt=_LIMIT)]
+TokensOrZero = Annotated[int, BeforeValidator(_integral), Field(ge=0, lt=_LIMIT)]
 
 
 class Section(BaseModel):

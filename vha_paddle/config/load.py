@@ -13,13 +13,16 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import YAMLError
+from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent, ScalarEvent
 
 from vha_paddle.config.check import check
 from vha_paddle.config.explain import explain
 from vha_paddle.config.schema import Recipe
 from vha_paddle.errors import UserError
 
-MAX_RECIPE_BYTES = 1 << 20  # a recipe is a page of text; this stops a wrong file from being parsed
+MAX_RECIPE_BYTES = 1 << 18  # a recipe is a page of text; this stops a wrong file from being parsed
+_MAX_DEPTH = 32  # of sections and lists in each other
+_MAX_CHARACTERS = 2_000  # of a key or a value
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -83,15 +86,35 @@ def recipe_to_yaml(recipe: Recipe) -> str:
 def _parse(text: str, source: str) -> Any:
     # YAML 1.2: `3e-4` is a number, `off` is a word, a repeated key is an error
     try:
+        _check_structure(text, source)
         return YAML(typ="safe", pure=True).load(text)
     except DuplicateKeyError as error:
         mark = error.problem_mark
         where = f" at line {mark.line + 1}" if mark is not None else ""
         problem = str(error.problem).split(" with value")[0]
         raise UserError(f"{source}: {problem}{where}: a key may stand once; remove one") from None
-    except (YAMLError, ValueError) as error:
+    except (YAMLError, ValueError, KeyError) as error:  # KeyError: `!!bool` before something else
         reason = " ".join(str(error).split())
         raise UserError(f"{source}: not valid YAML: {reason}") from None
+
+
+def _check_structure(text: str, source: str) -> None:
+    """Refuse, before any value is made, what a few lines of text can make endless."""
+    depth = 0
+    for event in YAML(typ="safe", pure=True).parse(text):
+        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise UserError(f"{source}: sections lie more than {_MAX_DEPTH} deep in each other; write a flat recipe")
+        if isinstance(event, ScalarEvent) and len(event.value) > _MAX_CHARACTERS:
+            line = event.start_mark.line + 1
+            raise UserError(
+                f"{source}: the value at line {line} has more than {_MAX_CHARACTERS} characters; shorten it"
+            )
+        if isinstance(event, AliasEvent):
+            raise UserError(
+                f"{source}: alias *{event.anchor} at line {event.start_mark.line + 1}: a recipe says each value where "
+                "it stands; write it out"
+            )
 
 
 def _overridden(values: dict[str, Any], overrides: Sequence[str], source: str) -> Recipe:

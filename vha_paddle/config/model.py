@@ -13,6 +13,10 @@ from vha_paddle.config.attention import Attention, GroupedAttention, VirtualHead
 from vha_paddle.config.fields import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
 
+MAX_LAYERS = 1024
+"""A config.json or recipe from anywhere must not make us list the tensors of more."""
+
+
 class SlidingWindow(Section):
     """Hybrid attention: most layers see a window of the sequence, every few layers one sees all of it."""
 
@@ -58,7 +62,7 @@ class Model(Section):
     intermediate_size: Positive | None = None
     """Width F of the MLP. Either this or `experts`."""
     experts: MixtureOfExperts | None = None
-    num_hidden_layers: Positive
+    num_hidden_layers: Annotated[int, Field(gt=0, le=MAX_LAYERS)]
     max_position_embeddings: Positive = 40960
     """Longest sequence the exported model promises to serve (tokens)."""
     rms_norm_eps: PositiveFloat = 1e-6

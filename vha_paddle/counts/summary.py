@@ -45,7 +45,8 @@ def summary(recipe: Recipe) -> dict[str, Any]:
 
 def render(summary: dict[str, Any]) -> str:
     """A summary as a table to read."""
-    lines = [f"{summary['run']}: {summary['attention']} attention on {summary['ranks']} ranks"]
+    ranks = f"{summary['ranks']} rank" + "s" * (summary["ranks"] > 1)
+    lines = [f"{summary['run']}: {summary['attention']} attention on {ranks}"]
     for title, section in ((key, value) for key, value in summary.items() if isinstance(value, dict)):
         lines.append(title.replace("_", " "))
         for name, value in section.items():

@@ -28,6 +28,8 @@ from vha_paddle.data.tokenizer_files import HF_CONFIG_FILE, HF_FILE, HF_SPECIAL_
 from vha_paddle.data.word_cache import HF_WORDS, WordCache, hf_goes_by_words
 from vha_paddle.errors import UserError
 
+_MOST_IDS = 1 << 22  # several times the largest vocabulary in use
+
 GENERAL_CLASS = "PreTrainedTokenizerFast"
 """The class that reads any tokenizer.json, by the one name that transformers 4 and 5 both know."""
 
@@ -57,6 +59,7 @@ class HFTokenizer:
         self.digest = hashlib.sha256(self.files[HF_FILE]).hexdigest()
         self._config = self._read_json(HF_CONFIG_FILE)
         self._special = self._read_json(HF_SPECIAL_FILE)
+        self._check_ids()
         if eos_token is not None:
             self._set_eos(eos_token)
         try:
@@ -131,6 +134,19 @@ class HFTokenizer:
             self._special |= {"eos_token": token}
             self.files[HF_SPECIAL_FILE] = as_json(self._special)
 
+    def _check_ids(self) -> None:
+        """The library allocates by the largest id of the file, and ends the process where that fails."""
+        values = self._read_json(HF_FILE)
+        model, added = values.get("model"), values.get("added_tokens")
+        vocabulary = model.get("vocab") if isinstance(model, dict) else None
+        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
+        ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+        if not isinstance(added, list) or any(type(each) is not int or not 0 <= each < _MOST_IDS for each in ids):
+            raise UserError(
+                f"{self._name}: {HF_FILE} must give every token, and every one of its added_tokens, an id below "
+                f"{_MOST_IDS}; it is damaged"
+            )
+
     def _refuse_code(self) -> None:
         if self._config.get("auto_map"):
             raise UserError(
@@ -192,4 +208,5 @@ def as_json(values: Mapping[str, Any]) -> bytes:
 def _text(token: Any) -> str | None:
     """A token's text: transformers writes the text alone, or an object that has it as its content."""
     content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
+    # half a surrogate pair, which JSON can spell, is in no vocabulary, and the library cannot be asked for it
+    return content.encode(errors="replace").decode() if isinstance(content, str) else None

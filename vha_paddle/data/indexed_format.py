@@ -62,7 +62,7 @@ class Manifest:
         remedy = "prepare the data again"
         try:
             content: Any = json.loads(path.read_text("utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"manifest {path} cannot be read ({error}); {remedy}") from None
         if not isinstance(content, dict) or set(content) != set(kinds):
             raise UserError(f"manifest {path} must be an object with the keys {', '.join(kinds)}; {remedy}")

@@ -67,6 +67,9 @@ class SentencePieceTokenizer:
             self._processor.LoadFromSerializedProto(model_bytes)
         except RuntimeError:
             raise UserError(f"{name} is no SentencePiece model; tools/prepare_data.py trains one") from None
+        model = sentencepiece_model_pb2.ModelProto.FromString(model_bytes)
+        if not all(isinstance(piece.piece, str) for piece in model.pieces):  # bytes, where they are no UTF-8
+            raise UserError(f"{name} is damaged: a piece is not UTF-8; copy it again")
         self.vocab_size: int = self._processor.vocab_size()
         self.bos_id: int = self._processor.bos_id()
         self.eos_id: int = self._processor.eos_id()

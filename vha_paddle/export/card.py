@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,10 +17,11 @@ from vha_paddle.config import (
 )
 from vha_paddle.counts import folded, kv_cache_bytes
 from vha_paddle.counts.folding import what_stays
-from vha_paddle.data.tokenizer_files import SENTENCEPIECE_FILE
-from vha_paddle.export.readers import reader_notes
+from vha_paddle.data.tokenizer_files import IDENTIFYING_FILES, SENTENCEPIECE_FILE
+from vha_paddle.export.readers import NO_TOKENIZER, reader_notes
 from vha_paddle.export.stock import Target
-from vha_paddle.export.verify import BOUNDS
+from vha_paddle.export.verify import BOUNDS, BUILT_IN
+from vha_paddle.sources.digests import digest_of_list
 
 _COMPARED_KV_HEADS = 8  # the usual grouped-query model
 
@@ -35,6 +35,11 @@ is encoded as text (`split_special_tokens`); append `tokenizer.eos_token_id` by 
 _HUGGING_FACE = """\
 The tokenizer is the one that the training data were made with. There the end token separates documents, no begin
 token is added, and text that spells a special token is text; here it is that token."""
+_NO_TOKENIZER = """\
+This directory has no tokenizer: give one to `AutoTokenizer`, or export again with `--tokenizer PATH`. vLLM takes one
+with `--tokenizer`, llama.cpp's converter wants one here."""
+
+_NO_TOKENIZER_OURS = "This directory has no tokenizer: export again with `--tokenizer PATH` to write text with it."
 
 _LOAD = """## How to load it
 
@@ -42,31 +47,34 @@ _LOAD = """## How to load it
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained(".")
-model = AutoModelForCausalLM.from_pretrained(".", dtype="auto")  # torch_dtype="auto" before transformers 4.56
+model = AutoModelForCausalLM.from_pretrained(".", torch_dtype="auto")  # dtype="auto" says the same from 4.56 on
 inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))
 ```
+"""
+_LOAD_MODEL = """## How to load it
 
-{other_readers}
+```python
+from transformers import AutoModelForCausalLM
 
-{tokenizer}
+model = AutoModelForCausalLM.from_pretrained(".", torch_dtype="auto")  # dtype="auto" says the same from 4.56 on
+```
 """
 _LOAD_OURS = """## How to load it
 
 ```
 python tools/evaluate.py . --data DATA
-python tools/generate.py . "Once upon a time"
-python tools/analyze_maps.py .
+{generate}python tools/analyze_maps.py .
 python tools/fold_export.py . OUT
 ```
-
-{other_readers}
 """
+_GENERATE = 'python tools/generate.py . --prompt "Once upon a time"\n'
 _FP8 = """## FP8
 
 The matrices of the layers' projections are E4M3, with a float32 scale for each block of 128 x 128 (`NAME_scale_inv`),
 rounded to nearest from the fold's own values; a weight is at most 1/16 off, or 2^-10 of its block's scale. Embedding,
 output projection, norms, biases and routers are bfloat16. Activations are quantized where the model runs.
+transformers needs the package `accelerate` to load it.
 """
 
 
@@ -99,18 +107,16 @@ def model_card(report: Mapping[str, Any], target: Target, trained: Model, recipe
     """
     library = "transformers" if target.is_stock else "vha-paddle"
     title = _title(report)
+    shown = recipe if "imported_from" not in report["source"] else None  # that of an import is one to be edited
     sections = [
         f"# {title}\n\n{_summary(report, target)}",
-        (_LOAD if target.is_stock else _LOAD_OURS).format(
-            other_readers=_other_readers(report, target),
-            tokenizer=_SENTENCEPIECE if SENTENCEPIECE_FILE in report["files"] else _HUGGING_FACE,
-        ),
+        _how_to_load(report, target),
         _provenance(report, target),
         _fold(report, target, trained),
         *([_FP8] if report["dtype"] == "fp8" else []),
-        _verification(report),
+        _verification(report, recipe),
         _cache(report, target.model),
-        *([f"## Recipe\n\n```yaml\n{recipe_to_yaml(recipe).strip()}\n```\n"] if recipe is not None else []),
+        *([f"## Recipe\n\n```yaml\n{recipe_to_yaml(shown).strip()}\n```\n"] if shown is not None else []),
     ]
     front = f"""---
 library_name: {library}
@@ -174,6 +180,22 @@ def _layers(model: Model) -> str:
     return text
 
 
+def _how_to_load(report: Mapping[str, Any], target: Target) -> str:
+    has_tokenizer = any(name in report["files"] for name in IDENTIFYING_FILES)
+    if target.is_stock:
+        code = _LOAD if has_tokenizer else _LOAD_MODEL
+    else:
+        code = _LOAD_OURS.format(generate=_GENERATE if has_tokenizer else "")
+    parts = [code]
+    if has_tokenizer or reader_notes(target, report["dtype"]):
+        parts.append(f"{_other_readers(report, target)}\n")
+    if not has_tokenizer:
+        parts.append(f"{_NO_TOKENIZER if target.is_stock else _NO_TOKENIZER_OURS}\n")
+    elif target.is_stock:
+        parts.append(f"{_SENTENCEPIECE if SENTENCEPIECE_FILE in report['files'] else _HUGGING_FACE}\n")
+    return "\n".join(parts)
+
+
 def _other_readers(report: Mapping[str, Any], target: Target) -> str:
     notes = [f"- {note[0].upper()}{note[1:]}." for note in reader_notes(target, report["dtype"])]
     if notes:
@@ -186,32 +208,55 @@ def _provenance(report: Mapping[str, Any], target: Target) -> str:
     """Where the model came from: nothing of it is a path of the machine that it was exported on."""
     source = {key: value for key, value in report["source"].items() if value is not None}
     rows = {"checkpoint": report["kind"]}
+    imported, started_from = source.pop("imported_from", None), source.pop("started_from", None)
+    if imported is not None:
+        source = {key: value for key, value in source.items() if key not in _OF_TRAINING}
+        rows["imported from"] = (
+            f"{imported['directory']} ({imported['architecture']}), the list of its files' digests has sha256 "
+            f"`{imported['files_sha256']}`"
+        )
     if {"run", "checkpoint", "seed"} <= source.keys():
         run, checkpoint, seed = (source.pop(key) for key in ("run", "checkpoint", "seed"))
         rows["run"] = f"{run}, checkpoint `{checkpoint}`, seed {seed}"
+    if started_from is not None:
+        rows["started from"] = started_from
     if {"step", "tokens"} <= source.keys():
         rows["trained for"] = f"{source.pop('step'):,} optimizer steps, {source.pop('tokens'):,} tokens"
     exported = f"exported with vha_paddle {report['vha_paddle']}"
     version = source.pop("vha_paddle", None)
+    if "masters" in source:
+        rows["weights"] = "from float32 masters" if source.pop("masters") else "as stored: there are no float32 masters"
     for key, value in source.items():
+        if key in _ONLY_REPORTED:
+            continue
         rows[_LABELS.get(key, key.replace("_", " "))] = _shown(key, value)
-    digests = "".join(f"{digest}  {name}\n" for name, digest in sorted(report["source_files"].items()))
-    if digests:
-        digest = hashlib.sha256(digests.encode()).hexdigest()
+    if report["source_files"]:
+        digest = digest_of_list(report["source_files"])
         rows["files read"] = f"{len(report['source_files'])}, the list of their digests has sha256 `{digest}`"
-    rows["software"] = exported if version is None else f"trained with vha_paddle {version}, {exported}"
-    told_above = reader_notes(target, report["dtype"])
-    assumed = [line for line in report["warnings"] if line not in told_above]
-    rows |= {"to be known": "; ".join(assumed)} if assumed else {}
+    made = "trained" if imported is None else "imported"
+    rows["software"] = exported if version is None else f"{made} with vha_paddle {version}, {exported}"
     table = "\n".join(f"| {label} | {value} |" for label, value in rows.items())
-    return f"## Where it came from\n\n| | |\n|---|---|\n{table}\n"
+    return f"## Where it came from\n\n| | |\n|---|---|\n{table}\n{_assumed(report, target)}"
 
 
+def _assumed(report: Mapping[str, Any], target: Target) -> str:
+    """The warnings that are not said elsewhere in the card."""
+    told_above = (*reader_notes(target, report["dtype"]), NO_TOKENIZER)
+    lines = [f"- {line}." for line in report["warnings"] if line not in told_above]
+    return "\n".join(["", "What the export found there and had to assume:", "", *lines, ""]) if lines else ""
+
+
+_OF_TRAINING = ("run", "checkpoint", "seed", "step", "tokens", "samples", "sequence_length")
+"""Of an import these are of the recipe that it is given to be edited."""
+_ONLY_REPORTED = ("bytes", "config", "directory")  # the title has the directory's name
 _LABELS = {
+    "model_type": "its model_type",
+    "norm_order": "order of norm and Premix, as stated",
+    "gate_order": "order of gate and Postmix, as stated",
     "manifest_sha256": "checkpoint's manifest",
     "config_sha256": "its config.json",
     "report_sha256": "its fold_report.json",
-    "parameters": "trained parameters",
+    "parameters": "parameters of the checkpoint",
     "fold": "folded before",
 }
 
@@ -264,11 +309,10 @@ def _left(target: Target, trained: Model) -> str:
     return "\n".join(["", "Left as trained:", "", *lines, ""]) if lines else ""
 
 
-def _verification(report: Mapping[str, Any]) -> str:
+def _verification(report: Mapping[str, Any], recipe: Recipe | None) -> str:
     figures = report["verification"]
     if figures is None:
         return "## Verification\n\nNot run; `--verify` compares the logits with the checkpoint's.\n"
-    text = f" (text: {figures['text']})" if figures["text"] is not None else ""
     rows = [
         ("largest difference", f"{figures['max_abs_difference']:.3e}"),
         ("mean difference", f"{figures['mean_abs_difference']:.3e}"),
@@ -278,15 +322,33 @@ def _verification(report: Mapping[str, Any]) -> str:
         ("positions with the same first choice", f"{figures['top1_agreement']:.2%}"),
         *_parts(figures),
     ]
+    if figures["checkpoint_loss"] is not None:
+        losses = f"{figures['checkpoint_loss']:.6f} and {figures['export_loss']:.6f} nats per token"
+        rows.append(("loss on the text, of checkpoint and export", losses))
     table = "\n".join(f"| {label} | {value} |" for label, value in rows)
     return f"""## Verification
 
-Logits of these files, computed in float32, against the checkpoint's at {figures["num_tokens"]:,} positions{text}:
+Logits of these files, computed in float32, against the checkpoint's at {figures["num_tokens"]:,}
+positions ({_positions(figures)}):
 
 | | |
 |---|---|
 {table}
-{_experts_agree(figures)}"""
+{_experts_agree(figures)}{_ASSUMED_ANYHOW if recipe is None else ""}"""
+
+
+_ASSUMED_ANYHOW = """
+This shows that the fold changes nothing. It does not show that the configuration, and an order of norm and Premix that
+was stated, are those of the training: checkpoint and export were run with the same.
+"""
+
+
+def _positions(figures: Mapping[str, Any]) -> str:
+    num_text = figures["num_text_tokens"]
+    num_random = figures["num_tokens"] - num_text
+    text = "built-in text" if figures["text"] == BUILT_IN else f"text, {figures['text']}"
+    parts = [f"{num_text:,} of {text}"] if num_text else []
+    return ", ".join([*parts, *([f"{num_random:,} random ids"] if num_random else [])])
 
 
 def _parts(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -331,7 +393,15 @@ def _cache(report: Mapping[str, Any], model: Model) -> str:
 
 {_arithmetic(model.attention)}
 A sequence of {length:,} tokens, the longest, takes {whole:,} bytes in all {model.num_hidden_layers} layers.
-{_of_windows(model)}"""
+{_of_windows(model)}{_trained_length(report["source"], length)}"""
+
+
+def _trained_length(source: Mapping[str, Any], longest: int) -> str:
+    """A warning where the model has positions that training never reached."""
+    trained = source.get("sequence_length")
+    if trained is None or trained >= longest or "imported_from" in source:
+        return ""
+    return f"\nTrained on sequences of {trained:,} tokens: positions beyond were never seen.\n"
 
 
 def _arithmetic(attention: Attention) -> str:

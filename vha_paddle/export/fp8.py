@@ -56,6 +56,12 @@ def quantised_tensors(tensors: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
     )
 
 
+def broken_edges(tensors: Mapping[str, tuple[int, ...]]) -> list[int]:
+    """Sizes for which projections are not stored in blocks; `tensors` as in `quantised_tensors`."""
+    projections = [shape for name, shape in tensors.items() if _is_projection(name, shape)]
+    return sorted({size for shape in projections for size in shape if not _has_whole_blocks((size,))})
+
+
 def scale_name(name: str) -> str:
     """What the scales of a quantised tensor are called."""
     return name + _SCALE

@@ -36,6 +36,8 @@ def check_output(out: Path, source: Path, overwrite: bool, mark: str = REPORT_FI
     Raises:
         UserError: naming `out` and the remedy.
     """
+    if out.name in ("", ".."):  # nothing can be built beside it and take its name
+        raise UserError(f"{out}: is no name that a directory can be given; name the directory to make")
     here, there = out.resolve(), source.resolve()
     if here.is_relative_to(there) or there.is_relative_to(here):
         where = "lies inside" if here.is_relative_to(there) else "holds"

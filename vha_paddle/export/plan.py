@@ -17,7 +17,7 @@ from vha_paddle.errors import RunError
 from vha_paddle.export.config import ExportDtype
 from vha_paddle.export.stock import Target
 from vha_paddle.names import POSTMIX_A, POSTMIX_B, PREMIX, expected_tensors, hf_tensors
-from vha_paddle.sources.base import Weights
+from vha_paddle.sources.base import ROUNDED_FROM, Weights
 
 NUMPY_DTYPES: dict[ExportDtype, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
@@ -134,10 +134,13 @@ def make_plan(weights: Weights, targets: Sequence[PlannedTensor]) -> Plan:
 
 
 def describe_plan(plan: Plan) -> str:
-    """The plan to read: a line for each tensor of the checkpoint, and the sums."""
+    """The plan to read: a line for each tensor of the checkpoint, one for all that their masters replace, the sums."""
     sizes = {tensor.name: tensor for tensor in plan.targets}
     lines = [_line(fate, sizes) for fate in plan.fates]
-    lines += [f"{name} -> left out: {reason}" for name, reason in plan.left_out.items()]
+    others = {name: reason for name, reason in plan.left_out.items() if not reason.startswith(ROUNDED_FROM)}
+    lines += [f"{name} -> left out: {reason}" for name, reason in others.items()]
+    if rounded := [name for name in plan.left_out if name not in others]:
+        lines.append(f"{_listed(rounded)} -> left out: {ROUNDED_FROM} the masters, which are read")
     dtypes = " and ".join(dict.fromkeys(tensor.dtype.name for tensor in plan.targets))
     stored = sum(len(fate.stored) for fate in plan.fates)
     lines.append(

@@ -12,7 +12,7 @@ from vha_paddle.export import fp8
 from vha_paddle.export.config import ExportDtype
 from vha_paddle.export.output import REPORT_FILE
 from vha_paddle.export.plan import NUMPY_DTYPES, Plan, PlannedTensor, make_plan, planned_tensors
-from vha_paddle.export.readers import reader_notes
+from vha_paddle.export.readers import NO_TOKENIZER, reader_notes
 from vha_paddle.export.stock import Target, partial_target, stock_target, unfolded_target
 from vha_paddle.export.tokenizer import TokenizerExport
 from vha_paddle.fold import check_foldable
@@ -40,8 +40,7 @@ class Export:
     @property
     def warnings(self) -> list[str]:
         """What the reader had to assume, what is not there, and what other programs make of it."""
-        no_tokenizer = "the checkpoint has no tokenizer, nor has the export; --tokenizer PATH gives it one"
-        missing = [no_tokenizer] if self.tokenizer is None else []
+        missing = [NO_TOKENIZER] if self.tokenizer is None else []
         return [*self.source.warnings, *missing, *reader_notes(self.target, self.dtype)]
 
 
@@ -144,7 +143,9 @@ def _check_fp8(target: Target, where: str) -> None:
             "float32 or bfloat16"
         )
     if not fp8.quantised_tensors(target.tensors):
+        hidden_size, edges = target.model.hidden_size, fp8.broken_edges(target.tensors)
+        sizes = f"hidden_size={hidden_size} is" if hidden_size in edges else f"{', '.join(map(str, edges))} are"
         raise UserError(
-            f"{where}: no projection consists of whole blocks of {fp8.BLOCK} x {fp8.BLOCK}, so fp8 would quantise "
-            "nothing; choose bfloat16"
+            f"{where}: {sizes} no multiple of {fp8.BLOCK}, so that no projection consists of whole blocks of "
+            f"{fp8.BLOCK} x {fp8.BLOCK} and fp8 would quantise nothing; choose bfloat16"
         )

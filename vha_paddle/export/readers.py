@@ -7,6 +7,7 @@ from vha_paddle.export import fp8
 from vha_paddle.export.config import ExportDtype
 from vha_paddle.export.stock import OURS, Target
 
+NO_TOKENIZER = "the checkpoint has no tokenizer, nor has the export; --tokenizer PATH gives it one"
 _OURS = (
     "the directory is of our own class: tools/evaluate.py, tools/generate.py, tools/analyze_maps.py and "
     "tools/fold_export.py read it; transformers, vLLM and llama.cpp refuse it"
@@ -22,7 +23,8 @@ _UNNORMALISED = (
 )
 _BIASES = (
     "vLLM's own Qwen3 and Qwen3-MoE leave the bias of o_proj out without a word, and compute another model where it is "
-    'not zero; with model_impl="transformers" vLLM is right; llama.cpp converts the directory and cannot load the result'
+    'not zero; with model_impl="transformers" vLLM is right; llama.cpp converts the directory and cannot load the '
+    "result"
 )
 _TWO_EMBEDDINGS = (
     "the embedding is stored a second time as output projection (tie_word_embeddings is false): vLLM's DeepSeek "

@@ -77,8 +77,8 @@ def stock_class(model: Model, source: str) -> StockClass:
     """
     for obstacle in _obstacles(model):
         raise UserError(
-            f"{source}: {obstacle}; such a checkpoint is used as it is (tools/evaluate.py), or written for analysis "
-            "with --no-fold"
+            f"{source}: {obstacle}; --no-fold writes it as it was trained, which tools/evaluate.py reads, as it does a "
+            "checkpoint of this package itself"
         )
     if isinstance(model.attention, LatentAttention):
         return LATENT if model.experts is None else LATENT_MIXTURE
@@ -126,13 +126,6 @@ def partial_target(model: Model, source: str) -> Target:
     if not target.model.has_maps and not list(_obstacles(model)):
         raise UserError(f"{source}: all of this model folds, into a stock class; leave out --allow-partial")
     return target
-
-
-def served_attention(model: Model) -> GroupedAttention | LatentAttention:
-    """The attention of every layer of a recipe's model that has a stock class, after the fold."""
-    (attention,) = folded(model).attentions
-    assert isinstance(attention, GroupedAttention | LatentAttention), "anything else has no stock class"
-    return attention
 
 
 def _obstacles(model: Model) -> Iterator[str]:

@@ -39,6 +39,8 @@ from typing import Any
 
 from vha_paddle.export.config import ExportDtype
 
+BUILT_IN = "built in"
+"""What a verification calls the text that comes with this package."""
 MIN_EXPERT_AGREEMENT = 0.9
 MAX_ROUNDING = 1.01  # times the largest; what the files are compared with may be rounded too, to float32
 FOLDED_ATTENTION_BOUND = 1e-10  # of float64
@@ -87,6 +89,8 @@ class Verification:
     """Positions compared."""
     text: str | None
     """Where those of them that are text come from; None where all are random."""
+    num_text_tokens: int
+    """Of the positions; the others are random ids."""
     scale: float
     """The checkpoint's largest absolute logit."""
     export: Difference
@@ -196,6 +200,8 @@ class Verification:
             )
         if self.expert_agreement is not None:
             lines.append(f"experts that both choose: {self.expert_agreement:.2%}")
+        if self.passed:
+            lines.append("passed: all bounds hold")
         return "\n".join(lines)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,13 @@ from vha_paddle.config import GroupedAttention, Model, VirtualHeadAttention
 from vha_paddle.counts import folded
 from vha_paddle.data.tokenizer import Tokenizer, load_tokenizer
 from vha_paddle.errors import UserError
-from vha_paddle.evaluate import decoder_with
+from vha_paddle.evaluate import decoder_with, open_model
 from vha_paddle.fold import check_foldable, convert_state
 from vha_paddle.generate.decoder import CachedDecoder
 from vha_paddle.model.decoder import Decoder
-from vha_paddle.proof.exported import is_export, open_exported
+from vha_paddle.proof.exported import Exported
+from vha_paddle.sources.base import LazyTensors, Source
 from vha_paddle.sources.hf_config import CONFIG_FILE, read_json
-from vha_paddle.sources.hugging_face import open_hugging_face
 from vha_paddle.sources.own import open_own
 
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -43,7 +43,8 @@ class TextModel:
 
     @classmethod
     def load(cls, path: Path) -> TextModel:
-        """Read a model directory, exported here or released by others, or a checkpoint (of a run directory the newest).
+        """Read a model directory, exported here or released by others, or a checkpoint (of a run directory the newest;
+        or another project's, if its files say all of it).
 
         Whatever has virtual heads, an unfolded directory too, is folded in memory and rounded to float32.
 
@@ -51,9 +52,10 @@ class TextModel:
             UserError: there is neither, its files do not fit together, or the model cannot be decoded with a cache;
                 the line names the key and the reason.
         """
-        if (path / CONFIG_FILE).is_file():
-            return _load_directory(path)
-        return _load_checkpoint(path)
+        found = open_model(path)
+        if isinstance(found, Source) and found.recipe is not None:
+            return _load_checkpoint(path)
+        return _load_directory(path, found)
 
     def encode(self, prompt: str) -> tuple[int, ...]:
         """Ids to read before the first new token: the prompt's, or the begin token where it is empty.
@@ -109,16 +111,15 @@ def check_decodable(model: Model, source: str) -> None:
         )
 
 
-def _load_directory(path: Path) -> TextModel:
-    """A model directory, whose files say which tokens begin and end a text."""
-    if is_export(path):
-        found = open_exported(path)
-        kind, model, tokenizer_path = "exported model", found.model, path
-        state = _State(found.shapes, found.read)
+def _load_directory(path: Path, found: Source | Exported) -> TextModel:
+    """What has a config.json, which says, with what lies beside it, which tokens begin and end a text."""
+    model = found.model
+    if isinstance(found, Exported):
+        kind, tokenizer_path = "exported model", path
+        state = LazyTensors(found.shapes, found.read)
     else:
-        source = open_hugging_face(path)
-        kind, model, tokenizer_path = source.kind, source.model, source.tokenizer or path
-        state = _State(source.weights.specs, source.weights.read)
+        kind, tokenizer_path = found.kind, found.tokenizer or path
+        state = LazyTensors(found.weights.specs, found.weights.read)
     check_decodable(model, str(path))
     tokenizer = _tokenizer(tokenizer_path, model, str(path))
     begin_id, end_ids = _special_ids(path, model, tokenizer)
@@ -132,7 +133,7 @@ def _load_checkpoint(path: Path) -> TextModel:
     check_decodable(model, where)
     assert source.tokenizer is not None, "a checkpoint of this package holds its tokenizer"
     tokenizer = _tokenizer(source.tokenizer, model, where)
-    decoder = _decoder(model, _State(source.weights.specs, source.weights.read), where)
+    decoder = _decoder(model, LazyTensors(source.weights.specs, source.weights.read), where)
     if decoder.balance is not None:
         checkpoint = open_without_digests(source.path)
         decoder.balance.restore(router_state(decoder.balance.state(), checkpoint))
@@ -179,19 +180,3 @@ def _tokenizer(path: Path, config: Model, source: str) -> Tokenizer:
             f"vocab_size={config.vocab_size}; the tokenizer belongs to another model"
         )
     return tokenizer
-
-
-class _State(Mapping[str, np.ndarray]):
-    """Tensors by canonical name, each read when it is asked for."""
-
-    def __init__(self, names: Collection[str], read: Callable[[str], np.ndarray[Any, Any]]) -> None:
-        self._names, self._read = names, read
-
-    def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
-        return self._read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import paddle
@@ -40,13 +41,17 @@ def start_mesh(parallel: Parallel, num_ranks: int) -> Mesh:
     return _mesh(parallel, _start_fleet(parallel))
 
 
-def start_watchdog(mesh: Mesh, hang_seconds: float) -> Watchdog:
-    """Watch over the ranks of a mesh until the block ends; every rank calls it.
+def start_watchdog(mesh: Mesh, hang_seconds: float, advice: Callable[[], str]) -> Watchdog:
+    """Watch over the ranks of a mesh until the block ends; every rank calls it. `advice`: what to do if one is lost.
 
     Where collectives are NCCL's nothing tells which ranks wait, and the one that is longest in its phase is named.
     """
     host = dist.ParallelEnv().current_endpoint.rsplit(":", 1)[0] or "127.0.0.1"
-    return Watchdog(mesh.rank, mesh.num_ranks, lambda address: mesh.objects(address)[0], hang_seconds, is_waiting, host)
+
+    def share(address: str | None) -> str | None:
+        return mesh.objects(address)[0]
+
+    return Watchdog(mesh.rank, mesh.num_ranks, share, hang_seconds, advice, is_waiting, host)
 
 
 def _start_fleet(parallel: Parallel) -> Any:

@@ -11,8 +11,9 @@ another phase. The main rank decides:
     it stays in a phase for longer than allowed, and  it hangs: the others wait for it
     does not wait for another rank
 
-and tells all. A rank that hears of it gives its main thread a moment to end by itself, says what happened and ends
-with exit code 1. Where the main rank is the one that died, the others hear it from their connection.
+and tells all. A rank that hears of it gives its main thread a moment to end by itself, says what happened (and what to
+do, unless the rank has failed with an error of its own) and ends with exit code 1. Where the main rank is the one that
+died, the others hear it from their connection.
 
 How long a phase may take follows from how long it took before: `hang_seconds`, or five times the longest so far,
 whichever is more. A phase that has not ended before, such as the first step, which fills caches, may take
@@ -44,6 +45,7 @@ FIRST_SECONDS = 600.0
 TIMES_LONGEST = 5.0
 OWN_END_SECONDS = 3.0  # for a main thread that fails for the same reason to say so itself
 CONNECT_SECONDS = 60.0
+ADVICE_SECONDS = 2.0
 MAX_LINE = 4096
 FAREWELL = b"bye\n"
 
@@ -86,6 +88,7 @@ class Watchdog:
         num_ranks: int,
         share: Callable[[str | None], str | None],
         hang_seconds: float,
+        advice: Callable[[], str],
         is_waiting: Callable[[], bool] = lambda: False,
         host: str = "127.0.0.1",
     ) -> None:
@@ -94,13 +97,14 @@ class Watchdog:
         Args:
             share: gives every rank what the main one hands in.
             hang_seconds: the least that a phase may take, once it has ended before.
+            advice: what to do when a rank is lost; asked from another thread, and left out if no answer comes.
             is_waiting: whether this rank waits for another one's message; asked from another thread.
             host: by which other ranks reach the main one.
         """
         self.rank, self.num_ranks, self.hang_seconds = rank, num_ranks, hang_seconds
         self.verdict: str | None = None
         self.failure: str | None = None
-        self._is_waiting = is_waiting
+        self._advice, self._is_waiting = advice, is_waiting
         self._place = (0, "start", time.monotonic())
         self._longest: dict[str, float] = {}
         self._decided, self._stopped = threading.Event(), threading.Event()
@@ -162,6 +166,19 @@ class Watchdog:
         self.stop(f"{kind.__name__ if kind else ''}: {error}")
         if known:
             raise RunError(str(self.verdict)) from error
+
+    def with_advice(self, verdict: str) -> str:
+        """A verdict with what to do. The advice may need the disk, which may be what does not answer."""
+        answers: list[str] = []
+
+        def ask() -> None:
+            with contextlib.suppress(OSError):
+                answers.append(self._advice())
+
+        thread = threading.Thread(target=ask, name="advice", daemon=True)
+        thread.start()
+        thread.join(ADVICE_SECONDS)
+        return "; ".join([verdict, *answers])
 
     def decide(self, verdict: str, culprit: int | None) -> None:
         """What has happened; from the watching thread. The process ends unless its main thread does so before."""
@@ -237,7 +254,7 @@ class _Main:
             peer.beat = Beat(**message)
         if not data:
             self._leave(connection)
-            self._decide(f"rank {peer.rank} died (last heard of in {peer.beat.place})", peer.rank)
+            self._lost(f"rank {peer.rank} died (last heard of in {peer.beat.place})", peer.rank)
 
     def _leave(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
@@ -247,7 +264,7 @@ class _Main:
         now = time.monotonic()
         for peer in self._peers.values():
             if now - peer.heard > SILENT_SECONDS:
-                self._decide(
+                self._lost(
                     f"rank {peer.rank} has not answered for {now - peer.heard:.0f} s ({peer.beat.place}): stopped, or "
                     "its host is gone",
                     peer.rank,
@@ -262,10 +279,14 @@ class _Main:
         culprits = {rank: beat for rank, beat in late.items() if not beat.waiting}
         if culprits:
             rank = max(culprits, key=lambda rank: culprits[rank].seconds)
-            self._decide(f"rank {rank} hangs ({beats[rank].place}, for {beats[rank].seconds:.0f} s)", rank)
+            self._lost(f"rank {rank} hangs ({beats[rank].place}, for {beats[rank].seconds:.0f} s)", rank)
         elif all(beat.waiting for beat in beats.values()):
             places = "; ".join(f"rank {rank}: {beat.place}" for rank, beat in sorted(beats.items()))
-            self._decide(f"every rank waits for another ({places})", None)
+            self._lost(f"every rank waits for another ({places})", None)
+
+    def _lost(self, verdict: str, culprit: int | None) -> None:
+        """No error of the run's: the same command may be started again."""
+        self._decide(self._dog.with_advice(verdict), culprit)
 
     def _decide(self, verdict: str, culprit: int | None) -> None:
         self._tell(_verdict(verdict, culprit))
@@ -338,15 +359,20 @@ class _Other:
                     return
                 self._take_in(json.loads(line))
             if closed and not self._dog._stopped.is_set():
-                self._dog.decide(f"rank 0 died (last heard of in {self._main.place})", 0)
+                self._lost(f"rank 0 died (last heard of in {self._main.place})")
             elif time.monotonic() - self._heard > SILENT_SECONDS:
                 silent = time.monotonic() - self._heard
-                self._dog.decide(f"rank 0 has not answered for {silent:.0f} s ({self._main.place})", 0)
+                self._lost(
+                    f"rank 0 has not answered for {silent:.0f} s ({self._main.place}): stopped, or its host is gone"
+                )
         failure = self._dog.failure
         try:
             self._connection.sendall(FAREWELL if failure is None else json.dumps({"failed": failure}).encode() + b"\n")
         except OSError:
             return  # the main rank has ended before
+
+    def _lost(self, verdict: str) -> None:
+        self._dog.decide(self._dog.with_advice(verdict), 0)
 
     def _take_in(self, message: dict[str, object]) -> None:
         if "verdict" in message:

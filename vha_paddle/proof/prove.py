@@ -219,6 +219,7 @@ class _Proof:
             dtype=self.exported.dtype,
             num_tokens=self.tokens.tokens_BS.size,
             text=self.tokens.text,
+            num_text_tokens=self.tokens.tokens_BS[self.tokens.num_random :].size,
             scale=distributions[CHECKPOINT].largest_size,
             export=gaps[EXPORT],
             fold=gaps.get(FOLD),

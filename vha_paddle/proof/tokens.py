@@ -13,6 +13,7 @@ from vha_paddle.config import Model
 from vha_paddle.data.corpus import builtin_documents
 from vha_paddle.data.tokenizer import Tokenizer, load_tokenizer
 from vha_paddle.errors import UserError
+from vha_paddle.export.verify import BUILT_IN
 
 Array = np.ndarray[Any, Any]
 
@@ -70,7 +71,7 @@ def tokens_to_compare(model: Model, tokenizer: Path | None, text: Path | None, n
     ids = _ids(encoder, documents, num_text * length, model, tokenizer)
     num_text = len(ids) // length
     together = [_random(model.vocab_size, num_random, length), ids[: num_text * length].reshape(-1, length)]
-    return Tokens(np.concatenate(together), num_random, "built in")
+    return Tokens(np.concatenate(together), num_random, BUILT_IN)
 
 
 def _random(vocab_size: int, rows: int, length: int) -> Array:

@@ -6,7 +6,7 @@ files: they see canonical names (`tensors.py`), our orientation, and values that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from vha_paddle.config import Model, Recipe
+
+ROUNDED_FROM = "rounded from"
+"""How the reason begins for which a rounded weight beside its master is left out; the master's name follows."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,22 @@ class Weights(Protocol):
         Raises:
             UserError: the file is damaged.
         """
+
+
+class LazyTensors(Mapping[str, np.ndarray]):
+    """Tensors by name, each read when it is asked for."""
+
+    def __init__(self, names: Collection[str], read: Callable[[str], np.ndarray[Any, Any]]) -> None:
+        self._names, self._read = names, read
+
+    def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 @dataclass(frozen=True)

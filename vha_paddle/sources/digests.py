@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -12,6 +13,12 @@ from vha_paddle.errors import UserError
 from vha_paddle.sources.base import Source
 
 _CHUNK_BYTES = 16 << 20
+
+
+def digest_of_list(digests: Mapping[str, str]) -> str:
+    """One SHA-256 for several files: of their list, sorted by name, as `sha256sum` prints it."""
+    listed = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
+    return hashlib.sha256(listed.encode()).hexdigest()
 
 
 class Digests:

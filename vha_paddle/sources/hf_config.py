@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from vha_paddle.config import Model
 from vha_paddle.config.check_model import check_model
+from vha_paddle.config.model import MAX_LAYERS
 from vha_paddle.errors import UserError
 
 CONFIG_FILE = "config.json"
@@ -77,8 +78,10 @@ def hf_model(values: Mapping[str, Any], path: Path) -> Model:
     """The model section of what a config.json holds; `path` is its place, for errors. Raises as `read_hf_model`."""
     values = {key: value for key, value in values.items() if value is not None}
     kind = values.get("model_type")
-    if kind not in ARCHITECTURES:
-        raise UserError(f"{path}: model_type={kind}: must be one of {', '.join(ARCHITECTURES)}; no other can be read")
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
+        raise UserError(
+            f"{path}: model_type={_shown(kind)}: must be one of {', '.join(ARCHITECTURES)}; no other can be read"
+        )
     _refuse_other_forms(values, kind, path)
     values["rope_theta"] = _rope_theta(values, path)
     values = _DEFAULTS_OF_ALL | _DEFAULTS[kind] | {key: value for key, value in values.items() if value is not None}
@@ -189,7 +192,7 @@ def _dense(values: Mapping[str, Any], kind: str, path: Path) -> dict[str, Any]:
 
 def _sliding_window(values: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
     """The window, if the layers that have it repeat as `SlidingWindow` says."""
-    layers = range(1, _count(values, "num_hidden_layers", path) + 1)
+    layers = range(1, min(_count(values, "num_hidden_layers", path), MAX_LAYERS) + 1)
     types = values.get("layer_types")
     if not isinstance(types, list | None):
         raise UserError(f"{path}: layer_types={_shown(types)}: must be a list; correct it")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,10 @@ from vha_paddle.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from vha_paddle.data.tokenizer_files import HF_FILE, SENTENCEPIECE_FILE
 from vha_paddle.errors import UserError
 from vha_paddle.names import account, check_shape, expected_tensors, from_hf, hf_tensors
-from vha_paddle.sources.base import Source, WeightSpec
+from vha_paddle.sources.base import LazyTensors, Source, WeightSpec
 from vha_paddle.sources.containers import StoredTensors, open_safetensors
 from vha_paddle.sources.hf_config import ARCHITECTURES, CONFIG_FILE, read_hf_model, read_json
+from vha_paddle.sources.upstream import map_among
 from vha_paddle.tensors import EMBEDDING, LM_HEAD
 
 KIND = "Hugging Face directory"
@@ -66,7 +66,7 @@ class HFWeights:
         Raises:
             UserError: the file is damaged, or the copy differs.
         """
-        array = from_hf(name, self.specs[name].shape, _Read(self._stored))
+        array = from_hf(name, self.specs[name].shape, LazyTensors(self._stored.entries, self._stored.read))
         if name == EMBEDDING and LM_HEAD in self.left_out:
             copy = self._stored.read(LM_HEAD)
             if not _same_bits(array, copy):
@@ -86,25 +86,14 @@ def _same_bits(array: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool
     return all(np.array_equal(array[rows].view(np.uint8), other[rows].view(np.uint8)) for rows in slices)
 
 
-class _Read(Mapping[str, np.ndarray]):
-    """Stored tensors as a mapping, each read when it is asked for."""
-
-    def __init__(self, stored: StoredTensors) -> None:
-        self._stored = stored
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self._stored.read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored.entries)
-
-    def __len__(self) -> int:
-        return len(self._stored.entries)
-
-
 def is_hugging_face(path: Path) -> bool:
-    """Whether a directory says that it holds a model that `open_hugging_face` may read."""
-    return (path / CONFIG_FILE).is_file() and read_json(path / CONFIG_FILE).get("model_type") in ARCHITECTURES
+    """Whether a directory holds a model that `open_hugging_face` may read.
+
+    The research fork's config.json says Qwen3ForCausalLM of virtual heads; the tensors tell.
+    """
+    if not (path / CONFIG_FILE).is_file() or read_json(path / CONFIG_FILE).get("model_type") not in [*ARCHITECTURES]:
+        return False
+    return any(path.glob("*.safetensors")) and map_among(open_safetensors(path).entries) is None
 
 
 def open_hugging_face(directory: Path) -> Source:
@@ -116,6 +105,11 @@ def open_hugging_face(directory: Path) -> Source:
     model = read_hf_model(directory)
     values = read_json(directory / CONFIG_FILE)
     stored = open_safetensors(directory)
+    if (name := map_among(stored.entries)) is not None:
+        raise UserError(
+            f"{directory}: holds {name}, so it is a VHA checkpoint, whatever {CONFIG_FILE} says; fold it with "
+            "tools/fold_export.py first"
+        )
     dropout = values.get("attention_dropout")
     warning = f"attention_dropout={dropout} was for training there; attention has none here, use model.hidden_dropout"
     return Source(

@@ -7,11 +7,16 @@ from pathlib import Path
 from vha_paddle.checkpoint.layout import MANIFEST_FILE, list_steps
 from vha_paddle.errors import UserError
 from vha_paddle.sources.base import Source
+from vha_paddle.sources.hugging_face import is_hugging_face
 from vha_paddle.sources.own import open_own
 from vha_paddle.sources.unfolded import MODEL_TYPE, is_unfolded, open_unfolded
 from vha_paddle.sources.upstream import GateOrder, NormOrder, open_upstream
 
-_TENSOR_FILES = ("*.safetensors", "*.pdparams", *(below + "*.metadata" for below in ("", "*/", "*/*/")), "*.distcp")
+_TENSOR_FILES = (
+    "*.safetensors",
+    "*.pdparams",
+    *(below + name for below in ("", "*/", "*/*/") for name in ("*.metadata", "*.distcp")),
+)
 
 
 def open_source(
@@ -23,7 +28,8 @@ def open_source(
     (`Source.files`).
 
     Args:
-        config: the configuration of another project's checkpoint; None takes the `config.json` that lies with it.
+        config: the configuration of another project's checkpoint, or the folder whose `config.json` it is; None takes
+            the one that lies with the tensors.
         norm_order, gate_order: what no file of another project's checkpoint says; see docs/upstream.md.
 
     Raises:
@@ -38,6 +44,11 @@ def open_source(
     if is_unfolded(path):
         _refuse(given, path, "an unfolded directory of this package, whose config.json says it all")
         return open_unfolded(path)
+    if is_hugging_face(path):
+        raise UserError(
+            f"{path}: a stock model directory, in which there is nothing to fold; serve it as it is, or make a "
+            "checkpoint of it with tools/import_hf.py"
+        )
     if path.is_dir() and not any(found for pattern in _TENSOR_FILES for found in path.glob(pattern)):
         raise UserError(
             f"{path}: no checkpoint: there is no {MANIFEST_FILE} and no checkpoints/step-N (of this package), no "

@@ -20,10 +20,14 @@ from vha_paddle.checkpoint.logical import LogicalTensors
 from vha_paddle.counts import parameters
 from vha_paddle.errors import UserError
 from vha_paddle.names import account, check_shape, expected_tensors
-from vha_paddle.sources.base import Source, WeightSpec
+from vha_paddle.sources.base import ROUNDED_FROM, Source, WeightSpec
+from vha_paddle.sources.digests import digest_of_list
+from vha_paddle.sources.hf_config import ARCHITECTURES, read_json
 from vha_paddle.tensor_file import DTYPE_NAMES
 
 KIND = "vha_paddle checkpoint"
+IMPORT_REPORT_FILE, WARM_START_REPORT_FILE = "import_report.json", "warm_start_report.json"
+"""In a checkpoint that no run has trained: where its weights came from."""
 _FLOATING = ("F64", "F32", "F16", "BF16")
 _MASTER = ".master"
 
@@ -48,7 +52,7 @@ class OwnWeights:
             tensors, stored = model, name
             if name + _MASTER in optimizer:
                 tensors, stored = optimizer, name + _MASTER
-                self.left_out[name] = f"rounded from {stored}"
+                self.left_out[name] = f"{ROUNDED_FROM} {stored}"
             entry = tensors.entries[stored]
             check_shape(stored, entry.shape, shape, str(tensors.path))
             if DTYPE_NAMES[entry.dtype] not in _FLOATING:
@@ -105,4 +109,23 @@ def _provenance(checkpoint: Checkpoint) -> Mapping[str, Any]:
         "vha_paddle": state.version,
         "manifest_sha256": sha256_of(checkpoint.path / MANIFEST_FILE),
         "parameters": parameters(recipe.model).total,
+        **_origin(checkpoint),
     }
+
+
+def _origin(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Where the weights came from that training, if there was any, began with."""
+    path, recipe = checkpoint.path, checkpoint.recipe
+    for name in (IMPORT_REPORT_FILE, WARM_START_REPORT_FILE):
+        if not (path / name).is_file():
+            continue
+        report = read_json(path / name)
+        try:
+            if name == WARM_START_REPORT_FILE:
+                return {"started_from": str(report["started_from"])}
+            architecture = ARCHITECTURES[report["model_type"]]
+            imported = {"directory": report["directory"], "architecture": architecture}
+            return {"imported_from": imported | {"files_sha256": digest_of_list(report["files"])}}
+        except (KeyError, TypeError, AttributeError):
+            raise UserError(f"{path / name}: does not say where the checkpoint came from; make it again") from None
+    return {} if recipe.run.start_from is None else {"started_from": recipe.run.start_from}

@@ -8,8 +8,6 @@ Face's names and orientation where it has some, Premix and Postmix ours (`names.
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +19,14 @@ from vha_paddle.config.check_model import check_model
 from vha_paddle.data.tokenizer_files import IDENTIFYING_FILES
 from vha_paddle.errors import UserError
 from vha_paddle.names import UNFOLDED, account, check_shape, expected_tensors, from_hf, hf_tensors
-from vha_paddle.sources.base import Source, WeightSpec
+from vha_paddle.sources.base import LazyTensors, Source, WeightSpec
 from vha_paddle.sources.containers import StoredTensors, open_safetensors
+from vha_paddle.sources.hf_config import CONFIG_FILE, read_json
 
 KIND = "unfolded vha_paddle directory"
 MODEL_TYPE, ARCHITECTURE = "vha_qwen3", "VHAQwen3ForCausalLM"
 MODEL_KEY, FOLD_KEY = "model", "fold"
-CONFIG_FILE, REPORT_FILE = "config.json", "fold_report.json"
+REPORT_FILE = "fold_report.json"
 FOLD_STATES = ("none", "partial")
 """What the `fold` key of config.json says: as it was trained, or as far as it folds."""
 
@@ -61,28 +60,12 @@ class UnfoldedWeights:
             self.specs[name] = WeightSpec(shape, dtype, tuple(parts[name]))
 
     def read(self, name: str) -> np.ndarray[Any, Any]:
-        return from_hf(name, self.specs[name].shape, _Arrays(self.stored), UNFOLDED)
-
-
-class _Arrays(Mapping[str, np.ndarray]):
-    """Stored tensors as a mapping that reads what is asked for."""
-
-    def __init__(self, stored: StoredTensors) -> None:
-        self._stored = stored
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self._stored.read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored.entries)
-
-    def __len__(self) -> int:
-        return len(self._stored.entries)
+        return from_hf(name, self.specs[name].shape, LazyTensors(self.stored.entries, self.stored.read), UNFOLDED)
 
 
 def is_unfolded(path: Path) -> bool:
     """Whether a directory says that it is one of our own class."""
-    return (path / CONFIG_FILE).is_file() and _read_json(path / CONFIG_FILE).get("model_type") == MODEL_TYPE
+    return (path / CONFIG_FILE).is_file() and read_json(path / CONFIG_FILE).get("model_type") == MODEL_TYPE
 
 
 def open_unfolded(path: Path) -> Source:
@@ -92,7 +75,7 @@ def open_unfolded(path: Path) -> Source:
         UserError: it is none, or is incomplete or damaged.
     """
     file = path / CONFIG_FILE
-    values = _read_json(file)
+    values = read_json(file)
     if values.get("model_type") != MODEL_TYPE:
         raise UserError(f"{file}: model_type={values.get('model_type')}: must be {MODEL_TYPE}; give an unfolded export")
     state = values.get(FOLD_KEY)
@@ -130,7 +113,7 @@ def _provenance(path: Path, state: str) -> dict[str, Any]:
     report = path / REPORT_FILE
     if report.is_file():
         found["report_sha256"] = hashlib.sha256(report.read_bytes()).hexdigest()
-        origin = _read_json(report).get("source")
+        origin = read_json(report).get("source")
         if isinstance(origin, dict):
             found |= {key: value for key, value in origin.items() if key not in found}
     return found
@@ -139,20 +122,10 @@ def _provenance(path: Path, state: str) -> dict[str, Any]:
 def _files(path: Path, stored: StoredTensors) -> dict[str, str | None]:
     """What was read, with the digests that the report of the export states."""
     report = path / REPORT_FILE
-    recorded = _read_json(report).get("files") if report.is_file() else None
+    recorded = read_json(report).get("files") if report.is_file() else None
     found: dict[str, str | None] = {}
     for file in (path / CONFIG_FILE, *stored.files):
         record = recorded.get(file.name) if isinstance(recorded, dict) else None
         digest = record.get("sha256") if isinstance(record, dict) else None
         found[file.name] = digest if isinstance(digest, str) else None
     return found
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); give an unfolded export") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: must hold a JSON object; export the model again")
-    return values

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from vha_paddle.checkpoint.layout import Checkpoint
-from vha_paddle.config import Recipe
+from vha_paddle.config import Model, Recipe
 from vha_paddle.config.differences import differences
 from vha_paddle.errors import UserError
+from vha_paddle.tensors import model_tensors
 from vha_paddle.train.schedule import learning_rate
 
 FREE: Mapping[str, str] = {
@@ -56,9 +57,14 @@ def refuse_changes(checkpoint: Checkpoint, recipe: Recipe, allowed: Collection[s
     for key, (old, new) in changed.items():
         reason = _entry(FIXED, key)
         if reason is not None:
+            weights = (
+                f", which run.start_from={checkpoint.path} gives its weights"
+                if _shapes(before.model) == _shapes(recipe.model)
+                else "; it cannot take the weights, as tensors have other shapes"
+            )
             raise UserError(
                 f"{key}={_shown(new)}: {where} was trained with {_shown(old)}, and {reason}; use that, or another "
-                f"run.output for a new run, which run.start_from={checkpoint.path} gives its weights"
+                f"run.output for a new run{weights}"
             )
     refused = {key: values for key, values in changed.items() if key not in allowed}
     if refused:
@@ -88,6 +94,10 @@ def _has_the_same_past(checkpoint: Checkpoint, recipe: Recipe) -> bool:
     ends = range(tokens, checkpoint.state.tokens + 1, tokens)
     schedules = (checkpoint.recipe.schedule, recipe.schedule)
     return all(len({learning_rate(schedule, peak, end) for schedule in schedules}) == 1 for end in ends)
+
+
+def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    return {tensor.name: tensor.shape for tensor in model_tensors(model)}
 
 
 def _entry(table: Mapping[str, str], key: str) -> str | None:

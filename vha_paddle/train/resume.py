@@ -60,6 +60,15 @@ def checkpoint_to_continue(
     )
 
 
+def what_continues(output: Path) -> str:
+    """In a few words where the same command goes on. Only names are looked at, and the start may pass over a damaged
+    checkpoint."""
+    steps = list_steps(output)
+    if not steps:
+        return "nothing was saved yet, the same command starts anew"
+    return f"last checkpoint {step_directory(output, steps[-1]).name}, the same command continues"
+
+
 def _check_fit(checkpoint: Checkpoint, recipe: Recipe, data_fingerprint: str, allowed: Collection[str]) -> None:
     if checkpoint.state.step > recipe.num_steps:
         raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 
 from vha_paddle.config import Recipe
 from vha_paddle.errors import Interrupted
@@ -12,6 +13,7 @@ from vha_paddle.train.data import RunData
 from vha_paddle.train.interrupt import end_with_launcher, interrupts
 from vha_paddle.train.out_of_memory import memory_explained
 from vha_paddle.train.phases import Phases
+from vha_paddle.train.resume import what_continues
 from vha_paddle.train.trainer import Trainer, check_precision
 
 
@@ -33,7 +35,8 @@ def run(recipe: Recipe, allow_changed: Collection[str] = ()) -> None:
         check_precision(recipe)
         data = RunData(recipe)
         mesh = start_mesh(recipe.parallel, recipe.num_ranks)
-        with start_watchdog(mesh, recipe.failure.hang_seconds) as watchdog, memory_explained(recipe, mesh):
+        watching = start_watchdog(mesh, recipe.failure.hang_seconds, lambda: what_continues(Path(recipe.run.output)))
+        with watching as watchdog, memory_explained(recipe, mesh):
             trainer = Trainer(recipe, data, mesh, Phases(watchdog.enter), allow_changed)
             signals.training_begins()
             reached_the_end = trainer.fit(signals.is_requested)

@@ -37,6 +37,9 @@ from vha_paddle.train.start import start_from
 from vha_paddle.train.step import train_step
 from vha_paddle.train.usage import Usage, peaks_of
 
+MOST_UNSAVED_STEPS = 1000
+"""Of a run without checkpoints on the way, that its opening lines do not warn of."""
+
 
 class Trainer:
     """Runs a recipe on this process's part of the mesh; every rank holds one."""
@@ -86,7 +89,10 @@ class Trainer:
         """
         if self.step == self.recipe.num_steps:
             if self.mesh.is_main:
-                print(f"{self.output}: complete at step {self.step}; raise schedule.total_tokens to train on")
+                print(
+                    f"{self.output}: complete at step {self.step}; to train on, raise schedule.total_tokens and add "
+                    "--allow-changed schedule.total_tokens"
+                )
             return True
         with run_directory(self.output, self.mesh):
             return self._fit(is_interrupted)
@@ -296,6 +302,8 @@ class Trainer:
             log.line(f"{METRICS_FILE}: dropped {log.dropped} records after step {self.step}, which are trained again")
         for text in aside:
             log.warn(text)
+        if recipe.checkpoint.interval is None and recipe.num_steps > MOST_UNSAVED_STEPS:
+            log.warn("checkpoint.interval is null: nothing is saved before the last step, and a failure costs all")
         if self._changed:
             log.line(f"changed since the checkpoint: {', '.join(self._changed)}")
         return log

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from vha_paddle.checkpoint.fresh import write_fresh_checkpoint
-from vha_paddle.checkpoint.layout import Checkpoint, open_checkpoint
+from vha_paddle.checkpoint.layout import Checkpoint, open_checkpoint, write_json
 from vha_paddle.config import Model, Recipe
 from vha_paddle.counts import folded
 from vha_paddle.data.indexed import IndexedTokens
@@ -21,6 +21,7 @@ from vha_paddle.evaluate import decoder_with, sequence_means
 from vha_paddle.files import atomic_directory
 from vha_paddle.model.decoder import Decoder, build_decoder
 from vha_paddle.parallel.mesh import Mesh
+from vha_paddle.sources.own import WARM_START_REPORT_FILE
 from vha_paddle.warm_start.activations import input_moments, output_moments
 from vha_paddle.warm_start.convert import (
     Figures,
@@ -115,7 +116,11 @@ def warm_start(source: Path, recipe: Recipe, out: Path, data: Path | None, num_t
     text = open_text(data, recipe, checkpoint.tokenizer_path, num_tokens) if data is not None else None
     given, router = read_weights(checkpoint.model_tensors(), before), _read_router(checkpoint)
     made, figures = convert(given, target, layers, recipe.run.seed, None)
-    report: dict[str, Any] = {"source": str(checkpoint.path), "out": str(out)}
+    report: dict[str, Any] = {
+        "source": str(checkpoint.path),
+        "started_from": f"{checkpoint.recipe.run.name}, checkpoint {checkpoint.path.resolve().name}",
+        "out": str(out),
+    }
     report |= dict.fromkeys(("data", "losses", "differences"))
     if text is not None:
         model = loaded(before, given, router)
@@ -135,7 +140,7 @@ def warm_start(source: Path, recipe: Recipe, out: Path, data: Path | None, num_t
             for other in ("source", "warm_start", "random_start")
         }
     report["layers"] = [{"layer": layer, **figures[layer]} for layer in layers]
-    _write(out, checkpoint, recipe, made, router)
+    _write(out, checkpoint, recipe, made, router, report)
     return report
 
 
@@ -179,11 +184,14 @@ def difference(losses: np.ndarray[Any, Any], others: np.ndarray[Any, Any]) -> di
     return {"mean": float(each.mean()), "standard_error": float(each.std(ddof=1) / len(each) ** 0.5)}
 
 
-def _write(out: Path, source: Checkpoint, recipe: Recipe, weights: Weights, router: Weights) -> None:
+def _write(
+    out: Path, source: Checkpoint, recipe: Recipe, weights: Weights, router: Weights, report: dict[str, Any]
+) -> None:
     specs = {name: (array.dtype, array.shape) for name, array in weights.items()}
     try:
         with atomic_directory(out) as directory:
             write_fresh_checkpoint(directory, recipe, source.tokenizer_path, specs, weights.values(), router)
+            write_json(directory / WARM_START_REPORT_FILE, report)
     except OSError as error:
         raise RunError(f"{out}: cannot be written ({error.strerror or error})") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,7 @@ from safetensors.numpy import save_file
 from tests.sources.containers.fixtures import sample, stored, write_flex_folder, write_merged, write_pdparams
 from vha_paddle.errors import UserError
 from vha_paddle.sources.containers import open_container, open_safetensors
+from vha_paddle.sources.open import open_source
 
 ROOT = Path(__file__).resolve().parents[3]
 ARRAYS = {
@@ -142,7 +144,16 @@ def test_masters_of_another_save_are_refused(tmp_path: Path) -> None:
 def test_masters_without_metadata_are_not_passed_over(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 1)
     (tmp_path / "master_weight/0.metadata").unlink()
-    refused(tmp_path, "master_weight: has no ID.metadata")
+    refused(tmp_path, r"master_weight/0\.metadata: is missing, beside \*_0\.distcp of the last save; copy it$")
+
+
+@pytest.mark.parametrize("below", [".", "model_state", "checkpoint-7/model_state"])
+def test_files_of_ranks_without_metadata_are_named_wherever_they_lie(tmp_path: Path, below: str) -> None:
+    write_flex_folder(tmp_path / below, {"w": sample(5)})
+    (tmp_path / below / "0.metadata").unlink()
+    refused(tmp_path, rf"{re.escape(str(tmp_path / below))}/0\.metadata: is missing, beside \*_0\.distcp")
+    with pytest.raises(UserError, match=r"0\.metadata: is missing"):
+        open_source(tmp_path)
 
 
 def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path) -> None:

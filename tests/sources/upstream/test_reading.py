@@ -6,14 +6,16 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.sources.containers.fixtures import BFLOAT16
+from tests.sources.containers.fixtures import BFLOAT16, write_flex_folder
 from tests.sources.upstream.conftest import Open
 from tests.sources.upstream.models import CORE, MODELS, config, options, weights
 from tests.sources.upstream.oracle import Array, Upstream
 from tests.sources.upstream.written import FORMS, flex_with_masters, write_config
+from vha_paddle.errors import UserError
 from vha_paddle.sources.base import Source
 from vha_paddle.sources.upstream import open_upstream
 
@@ -63,6 +65,61 @@ def test_master_weights_are_taken_in_place_of_what_was_rounded_from_them(name: s
     assert source.provenance["masters"] and source.provenance["step"] == 30
     assert all((source.path / file).is_file() for file in source.files)
     assert {file.split("/")[0] for file in source.files} == {"model_state", "master_weight"}
+
+
+@pytest.mark.parametrize("path", [".", "..", "checkpoint-30", "checkpoint-30/model_state"])
+def test_a_relative_path_reads_weights_and_masters(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {each: tensor.astype(np.float32) for each, tensor in weights(DENSE).items()}
+    step = flex_with_masters(tmp_path, tensors)
+    write_config(step, config(DENSE))
+    monkeypatch.chdir({".": step, "..": step / "model_state"}.get(path, tmp_path))
+    source = open_upstream(Path(path))
+    assert source.provenance["masters"] and source.provenance["step"] == 30
+    assert {file.split("/")[0] for file in source.files} == {"model_state", "master_weight"}
+    assert all((source.path / file).is_file() for file in source.files)
+    assert_same(values(source), values(open_upstream(step)))
+
+
+def test_a_configuration_may_be_named_by_its_folder(tmp_path: Path) -> None:
+    path = flex_with_masters(tmp_path / "checkpoint", weights(DENSE))
+    described = write_config(tmp_path, config(DENSE))
+    assert open_upstream(path, tmp_path).model == open_upstream(path, described).model
+    write_config(path, config(DENSE))
+    (line,) = open_upstream(path, tmp_path).warnings
+    assert line == f"{path / 'config.json'} was not read, {described} was given in its place"
+    assert not open_upstream(path, path).warnings
+
+
+def write_with_masters(folder: Path, masters: dict[str, Array], weights_of_them: dict[str, Array]) -> Source:
+    """A dense checkpoint of the core, its two folders of one id."""
+    step = folder / "checkpoint-30"
+    write_flex_folder(step / "model_state", {f"model.{name}": tensor for name, tensor in weights_of_them.items()})
+    write_flex_folder(step / "master_weight", {f"model.{name}.w_0": tensor for name, tensor in masters.items()})
+    return open_upstream(step, write_config(folder, config(DENSE)))
+
+
+def test_masters_of_another_save_are_refused_when_they_are_read(tmp_path: Path) -> None:
+    """Ids and shapes agree, and so do all tensors but one value of one."""
+    tensors = {each: tensor.astype(np.float32) for each, tensor in weights(DENSE).items()}
+    rounded = {each: tensor.astype(BFLOAT16) for each, tensor in tensors.items()}
+    theirs = "layers.1.mlp.down_proj.weight"
+    rounded[theirs][3, 5] += rounded[theirs].dtype.type(2.0**-5) * np.abs(rounded[theirs][3, 5])
+    source = write_with_masters(tmp_path, tensors, rounded)
+    for name in source.weights.specs:
+        if name != f"model.{theirs}":
+            source.weights.read(name)
+    with pytest.raises(UserError, match=r"down_proj.weight.w_0 is not what model_state/ has of it: 1 of .* up to "):
+        source.weights.read(f"model.{theirs}")
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float16), np.dtype(np.float32)])
+def test_weights_that_were_cut_off_pass_as_those_that_were_rounded_do(dtype: np.dtype, tmp_path: Path) -> None:
+    """Paddle's CPU code has made bfloat16 of the upper half of a float32."""
+    tensors = {each: tensor.astype(np.float32) for each, tensor in weights(DENSE).items()}
+    step = np.float32(ml_dtypes.finfo(dtype).eps) / 2
+    cut_off = {each: (tensor * (1 - step)).astype(dtype) for each, tensor in tensors.items()}
+    source = write_with_masters(tmp_path, tensors, cut_off)
+    assert values(source).keys() == source.weights.specs.keys()
 
 
 def test_a_tensor_without_a_master_is_taken_as_it_is(tmp_path: Path) -> None:

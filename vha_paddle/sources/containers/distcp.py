@@ -99,14 +99,14 @@ def open_distcp(path: Path) -> FlexFolder:
         UserError: there is no metadata, a file is missing, damaged or holds what is not data, or the pieces of a
             tensor are not the whole of it.
     """
-    described = save_ids(path, _METADATA_FILE)
-    if not described:
-        raise UserError(f"{path}: has no ID.metadata file; give a flex folder that is complete")
-    newest = max(described | save_ids(path, _RANK_FILE))
+    described, written = save_ids(path, _METADATA_FILE), save_ids(path, _RANK_FILE)
+    if not described | written:
+        raise UserError(f"{path}: has neither ID.metadata nor .distcp files; give a flex folder that is complete")
+    newest = max(described | written)
     if newest not in described:
+        before = ", or remove those files to read the save before" if described else ""
         raise UserError(
-            f"{path / f'{newest}.metadata'}: is missing, beside *_{newest}.distcp of the last save; copy it, or remove "
-            "those files to read the save before"
+            f"{path / f'{newest}.metadata'}: is missing, beside *_{newest}.distcp of the last save; copy it{before}"
         )
     return FlexFolder(path, newest)
 
@@ -114,6 +114,11 @@ def open_distcp(path: Path) -> FlexFolder:
 def is_flex_folder(path: Path) -> bool:
     """Whether the folder has a metadata file of its own."""
     return bool(save_ids(path, _METADATA_FILE))
+
+
+def lacks_metadata(path: Path) -> bool:
+    """Whether the folder has files of ranks, and none that says what is in them."""
+    return bool(save_ids(path, _RANK_FILE)) and not is_flex_folder(path)
 
 
 def save_ids(path: Path, pattern: re.Pattern[str]) -> set[int]:

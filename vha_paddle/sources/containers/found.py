@@ -9,7 +9,7 @@ from typing import Literal
 
 from vha_paddle.errors import UserError
 from vha_paddle.sources.containers.disk import names_in
-from vha_paddle.sources.containers.distcp import is_flex_folder, open_distcp
+from vha_paddle.sources.containers.distcp import is_flex_folder, lacks_metadata, open_distcp
 from vha_paddle.sources.containers.merged import open_safetensors
 from vha_paddle.sources.containers.pdparams import open_pdparams
 from vha_paddle.sources.containers.stored import StoredTensors
@@ -65,6 +65,9 @@ def open_container(path: Path) -> Container:
     if steps:
         note = f"{steps[-1]} was read, the newest of {len(steps)} checkpoints" if len(steps) > 1 else ""
         return _flex(steps[-1] / MODEL_FOLDER, note or f"{steps[-1]} was read")
+    for folder in (path, path / MODEL_FOLDER, *sorted(path.glob(f"checkpoint-*/{MODEL_FOLDER}"))):
+        if lacks_metadata(folder):
+            return _flex(folder)  # which names the file
     raise UserError(
         f"{path}: no checkpoint: it holds no .safetensors file, no {PARAMETER_FILE}, and neither ID.metadata, "
         f"{MODEL_FOLDER}/ID.metadata nor checkpoint-N/{MODEL_FOLDER}/ID.metadata"

@@ -5,7 +5,8 @@ configuration, and every stored tensor is given its place in a model of this pac
 docs/upstream.md has the table.
 """
 
+from vha_paddle.sources.upstream.kinds import map_among
 from vha_paddle.sources.upstream.orders import GateOrder, NormOrder
 from vha_paddle.sources.upstream.reader import open_upstream
 
-__all__ = ["GateOrder", "NormOrder", "open_upstream"]
+__all__ = ["GateOrder", "NormOrder", "map_among", "open_upstream"]

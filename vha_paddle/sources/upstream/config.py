@@ -174,9 +174,9 @@ class UpstreamConfig:
 
 
 def find_config(given: Path | None, folders: list[Path]) -> Path | None:
-    """The file that was given, else the first folder's `config.json`."""
+    """The file that was given, or that of the folder that was; else the first folder's `config.json`."""
     if given is not None:
-        return given
+        return given / CONFIG_FILE if given.is_dir() else given
     return next((folder / CONFIG_FILE for folder in folders if (folder / CONFIG_FILE).is_file()), None)
 
 

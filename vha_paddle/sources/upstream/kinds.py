@@ -100,6 +100,11 @@ def kind_of(names: Iterable[str], source: str) -> Kind:
     return EXPORT if EXPORT.embedding in names else CORE
 
 
+def map_among(names: Iterable[str]) -> str | None:
+    """The first name that is of a Premix or a Postmix; None where none is, and the model is no VHA."""
+    return next((name for name in names if name.rpartition(".")[2] in _MAPS), None)
+
+
 def layers_of(names: Iterable[str]) -> list[int]:
     """The numbers of the layers, in order."""
     return sorted({int(match[1]) for match in map(LAYER.fullmatch, names) if match})

@@ -44,7 +44,8 @@ def open_upstream(
 
     Args:
         path: as `open_container` takes it.
-        config: the configuration of the training; None takes the `config.json` that lies with the tensors.
+        config: the configuration of the training, or the folder whose `config.json` it is; None takes the one that lies
+            with the tensors.
         norm_order, gate_order: what no file says; see docs/upstream.md.
 
     Raises:
@@ -62,12 +63,13 @@ def open_upstream(
     model, weights = reader.model(norm_order, gate_order)
     warnings = [*container.notes, *reader.warnings(norm_order, gate_order)]
     lying = find_config(None, folders)
-    if config is not None and lying is not None and lying.resolve() != config.resolve():
-        warnings.append(f"{lying} was not read, {config} was given in its place")
+    if config is not None and lying is not None and lying.resolve() != found.resolve():
+        warnings.append(f"{lying} was not read, {found} was given in its place")
     tokenizer = [
         folder for folder in (*folders, found.parent) if any((folder / name).is_file() for name in IDENTIFYING_FILES)
     ]
-    files = [*container.weights.files, *(container.masters.files if container.masters is not None else ())]
+    stored_files = [*container.weights.files, *(container.masters.files if container.masters is not None else ())]
+    files = [file.absolute() for file in stored_files]
     folder = Path(os.path.commonpath([file.parent for file in files]))
     return Source(
         path=folder,

@@ -11,7 +11,9 @@ import numpy as np
 
 from vha_paddle.errors import UserError
 from vha_paddle.names import transposed
-from vha_paddle.sources.containers import Container, StoredTensors
+from vha_paddle.sources.base import ROUNDED_FROM
+from vha_paddle.sources.containers import Container, StoredTensor, StoredTensors
+from vha_paddle.sources.upstream.masters import CheckedMasters
 
 PREFIX = "model."  # in training checkpoints; gone after a merge
 MASTER = ".w_0"
@@ -63,7 +65,8 @@ class Part:
 class Stored:
     """The tensors of a container by their names without the prefix `model.`.
 
-    A float32 master weight is taken in place of the weight that was rounded from it, tensor by tensor.
+    A float32 master weight is taken in place of the weight that was rounded from it, tensor by tensor, and compared
+    with it when it is read.
     """
 
     def __init__(self, container: Container) -> None:
@@ -80,28 +83,38 @@ class Stored:
         self._used: set[str] = set()
         for name, tensor in container.weights.entries.items():
             short = name.removeprefix(PREFIX)
+            self._check_dtype(tensor)
             if short in self._entries:
                 raise UserError(f"{self.path}: holds both {self._entries[short].name} and {name}; keep one of the two")
             self._entries[short] = Entry(name, tensor.shape, tensor.dtype, container.weights)
             self._weight_names[short] = name
         if (masters := container.masters) is not None:
+            weight_of = {name: self._weight_of(name) for name in masters.entries}
+            checked = CheckedMasters(masters, container.weights, weight_of)
             for name, tensor in masters.entries.items():
-                self._take_master(Entry(name, tensor.shape, tensor.dtype, masters))
-        for entry in self._entries.values():
-            if entry.dtype.kind != "f" and entry.dtype.name != "bfloat16":
-                raise UserError(f"{self.path}: {entry.name} holds {entry.dtype}; the tensors must be floating point")
+                self._check_dtype(tensor)
+                self._take_master(Entry(name, tensor.shape, tensor.dtype, checked, rounded=weight_of[name]))
+
+    def _check_dtype(self, tensor: StoredTensor) -> None:
+        if tensor.dtype.kind != "f" and tensor.dtype.name != "bfloat16":
+            raise UserError(f"{self.path}: {tensor.name} holds {tensor.dtype}; the tensors must be floating point")
+
+    def _weight_of(self, master: str) -> str:
+        """The weight of a master, as the files call it."""
+        weight = self._weight_names.get(_short(master))
+        if weight is None:
+            raise UserError(f"{self.path}: has a master weight {master} and no weight of it; copy all its files")
+        return weight
 
     def _take_master(self, master: Entry) -> None:
-        short = master.name.removeprefix(PREFIX).removesuffix(MASTER)
-        weight = self._entries.get(short)
-        if weight is None:
-            raise UserError(f"{self.path}: has a master weight {master.name} and no weight of it; copy all its files")
+        short = _short(master.name)
+        weight = self._entries[short]
         if weight.shape != master.shape:
             raise UserError(
                 f"{self.path}: {weight.name} has shape {list(weight.shape)} and its master weight "
                 f"{list(master.shape)}; the two must be of the same save"
             )
-        self._entries[short] = Entry(master.name, master.shape, master.dtype, master.source, rounded=weight.name)
+        self._entries[short] = master
         self.has_masters = True
 
     def __contains__(self, short: str) -> bool:
@@ -141,7 +154,7 @@ class Stored:
         entry = self._entry(short)
         self._used.add(short)
         if entry.rounded is not None:
-            self.left_out[entry.rounded] = f"rounded from {entry.name}"
+            self.left_out[entry.rounded] = f"{ROUNDED_FROM} {entry.name}"
         return entry
 
     def leave(self, short: str, reason: str) -> None:
@@ -188,3 +201,8 @@ class Stored:
         if entry is None:
             raise UserError(f"{self.path}: has no tensor {short} (with or without {PREFIX!r} before it)")
         return entry
+
+
+def _short(master: str) -> str:
+    """The name of a master's weight without the prefix."""
+    return master.removeprefix(PREFIX).removesuffix(MASTER)
