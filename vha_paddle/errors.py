@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable
 
-
 _LONGEST_LINE = 2_000  # characters; what a hostile file says may be any size
 
 

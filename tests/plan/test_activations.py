@@ -69,7 +69,7 @@ def allocated() -> int:
 def kept_by_forward(recipe: Recipe) -> int:
     model = build_model(recipe, Mesh(), "float32")
     tokens_BS = paddle.zeros([BATCH, SEQUENCE], "int64")
-    model.forward_backward([Microbatch(tokens_BS, tokens_BS, np.arange(BATCH))], 1.0)  # makes the rotary tables
+    model.forward_backward([Microbatch(tokens_BS, tokens_BS, np.arange(BATCH), None)], 1.0)  # makes the rotary tables
     before = allocated()
     loss_BS = model.loss(tokens_BS, tokens_BS)
     after = allocated()

@@ -161,7 +161,7 @@ def test_the_command_makes_its_data_starts_its_ranks_and_runs_once(tmp_path: Pat
         assert [line for line in output.splitlines() if any(word in line for word in noise)] == []
     refused = command_in(tmp_path, *arguments, "model.hidden_size=96", code=2)
     assert "starting 2 ranks" not in refused and len(refused.splitlines()) == 1
-    assert "the checkpoint was trained with another model section (model.hidden_size 64 -> 96)" in refused
+    assert "model.hidden_size=96: step-00000002 was trained with 64" in refused
     path = "runs/reduced/30b_a3b_vha_fp8"
     assert refused.endswith(f": add run.output={path}_2 to the command, or remove {path}\n")
     assert sorted(path.name for path in (tmp_path / "runs/reduced").iterdir()) == [
@@ -175,7 +175,7 @@ MAKING_DATA = """\
 import sys, time
 from pathlib import Path
 from vha_paddle.data import builtin
-def slow(plan, dry_run, progress):
+def slow(plan):
     time.sleep(1)
     plan.out.mkdir()
     (plan.out / builtin.SENTENCEPIECE_FILE).touch()

@@ -90,8 +90,8 @@ SCALED = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embedding
 @pytest.mark.parametrize(
     ("case", "changes", "message"),
     [
-        ("Qwen3", {"model_type": "qwen2"}, "model_type=qwen2: must be one of qwen3, qwen3_moe, llama"),
-        ("Qwen3", {"model_type": None}, "model_type=None: must be one of"),
+        ("Qwen3", {"model_type": "qwen2"}, 'model_type="qwen2": must be one of qwen3, qwen3_moe, llama'),
+        ("Qwen3", {"model_type": None}, "model_type=null: must be one of"),
         ("Qwen3", {"architectures": ["Qwen3Model"]}, 'architectures=["Qwen3Model"]: only Qwen3ForCausalLM has'),
         ("Qwen3", {"hidden_act": "gelu"}, 'hidden_act="gelu": only "silu" can be read'),
         ("Llama", {"mlp_bias": True}, "mlp_bias=true: only false can be read"),

@@ -43,7 +43,7 @@ def explain(error: ValidationError, values: dict[str, Any]) -> str:
     value = fault["input"]
     shown = "a section" if isinstance(value, dict) else repr(value)
     rule = fault["msg"].replace("Input should be", "must be").replace("Input", "it")
-    return f"{key}={shown}: {rule}; {_correction(fault, path[-1])}"
+    return f"{key}={shown}: {rule}; {_correction(fault, key)}"
 
 
 def _correction(fault: Any, key: str) -> str:

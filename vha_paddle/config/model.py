@@ -12,7 +12,6 @@ from pydantic import Field
 from vha_paddle.config.attention import Attention, GroupedAttention, VirtualHeadAttention
 from vha_paddle.config.fields import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
-
 MAX_LAYERS = 1024
 """A config.json or recipe from anywhere must not make us list the tensors of more."""
 

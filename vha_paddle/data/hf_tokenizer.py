@@ -64,7 +64,9 @@ class HFTokenizer:
             self._set_eos(eos_token)
         try:
             self._fast = tokenizers.Tokenizer.from_str(self.files[HF_FILE].decode())
-        except Exception as error:  # the library raises nothing more specific
+        except BaseException as error:  # the library raises nothing more specific; its panics are no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
             reason = " ".join(str(error).split())
             raise UserError(
                 f"{name}: {HF_FILE} cannot be read by tokenizers {tokenizers.__version__} ({reason}); "

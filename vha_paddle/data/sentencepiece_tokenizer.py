@@ -65,7 +65,7 @@ class SentencePieceTokenizer:
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
             self._processor.LoadFromSerializedProto(model_bytes)
-        except RuntimeError:
+        except (RuntimeError, UnicodeDecodeError):  # the latter where the reason quotes a piece that is no UTF-8
             raise UserError(f"{name} is no SentencePiece model; tools/prepare_data.py trains one") from None
         model = sentencepiece_model_pb2.ModelProto.FromString(model_bytes)
         if not all(isinstance(piece.piece, str) for piece in model.pieces):  # bytes, where they are no UTF-8

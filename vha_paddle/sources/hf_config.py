@@ -11,6 +11,7 @@ A default is taken only where both generations have the same: `_DEFAULTS`. Keys 
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -148,7 +149,7 @@ def _rope_theta(values: Mapping[str, Any], path: Path) -> Any:
 def _agreed(stated: Mapping[str, Any], path: Path) -> Any:
     """The value that several keys state, each in another generation's word."""
     found = {key: value for key, value in stated.items() if value is not None}
-    if len(set(found.values())) > 1:
+    if any(value != other for value, other in itertools.pairwise(found.values())):
         both = " and ".join(f"{key}={_shown(value)}" for key, value in found.items())
         raise UserError(f"{path}: {both}: must be one value; remove the wrong one")
     return next(iter(found.values()), None)
@@ -192,7 +193,10 @@ def _dense(values: Mapping[str, Any], kind: str, path: Path) -> dict[str, Any]:
 
 def _sliding_window(values: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
     """The window, if the layers that have it repeat as `SlidingWindow` says."""
-    layers = range(1, min(_count(values, "num_hidden_layers", path), MAX_LAYERS) + 1)
+    num_layers = _count(values, "num_hidden_layers", path)
+    if num_layers > MAX_LAYERS:
+        return None  # `Model` refuses so many, and no list is made of them here
+    layers = range(1, num_layers + 1)
     types = values.get("layer_types")
     if not isinstance(types, list | None):
         raise UserError(f"{path}: layer_types={_shown(types)}: must be a list; correct it")
