@@ -32,6 +32,7 @@ def launch(make_recipe: MakeRecipe, tmp_path: Path, rank: int, what: str) -> tup
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        env=os.environ | {"PYTHONPATH": str(HERE.parents[1])},
     )
     try:
         output, _ = process.communicate(timeout=600)

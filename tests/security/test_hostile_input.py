@@ -237,9 +237,10 @@ def test_half_a_surrogate_pair_is_no_token(tmp_path: Path) -> None:
 def test_a_piece_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     folder = copy_of("tokenizer.model", tmp_path)
     raw = (folder / "tokenizer.model").read_bytes()
-    for piece in (b"</s>", b"fox", b"<0x41>"):
-        assert piece in raw
-        refusal("tokenizer.model", folder, raw.replace(piece, b"\xff" * len(piece)))
+    for piece in (b"</s>", b"<0x41>", b"w"):
+        field = bytes([10, len(piece)])  # of protobuf: number 1, a string
+        assert raw.count(field + piece) == 1
+        refusal("tokenizer.model", folder, raw.replace(field + piece, field + b"\xff" * len(piece)))
 
 
 def test_a_number_beyond_all_in_the_metrics_is_read_or_refused(tmp_path: Path) -> None:

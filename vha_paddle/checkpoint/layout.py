@@ -81,6 +81,9 @@ class RunState:
     """Of the last steps that were applied, where spikes are looked for."""
 
 
+_RUN_STATE = TypeAdapter(RunState)
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A complete checkpoint opened for reading."""
@@ -221,7 +224,7 @@ def _refuse_faults(path: Path, files: Mapping[str, FileRecord], with_digest: set
 
 def _read(path: Path, files: Mapping[str, FileRecord]) -> Checkpoint:
     try:
-        state = TypeAdapter(RunState).validate_json(json.dumps(read_json(path / STATE_FILE)))
+        state = _RUN_STATE.validate_json(json.dumps(read_json(path / STATE_FILE)))
     except ValidationError:
         raise UserError(f"{path / STATE_FILE}: not the state this version writes; use the version that did") from None
     named = _STEP_DIRECTORY.match(path.name)

@@ -211,4 +211,4 @@ def _text(token: Any) -> str | None:
     """A token's text: transformers writes the text alone, or an object that has it as its content."""
     content = token.get("content") if isinstance(token, dict) else token
     # half a surrogate pair, which JSON can spell, is in no vocabulary, and the library cannot be asked for it
-    return content.encode(errors="replace").decode() if isinstance(content, str) else None
+    return content.encode(errors="backslashreplace").decode() if isinstance(content, str) else None
