@@ -194,7 +194,14 @@ def test_a_run_that_is_told_to_end_leaves_nothing(
     exported: Exported, tmp_path: Path, sent: signal.Signals, code: int, program: str
 ) -> None:
     command = [sys.executable, "-c", program.format(tool=str(TOOL)), str(exported.checkpoint), str(tmp_path / "out")]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite in the background ignores it
+    )
     try:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         assert [path.name.startswith(".out.") for path in tmp_path.iterdir()] == [True]

@@ -29,7 +29,7 @@ _BUFFER = 1 << 20
 _ZSTD_BUFFER = 1 << 16  # what lies in it before a cut is lost with it
 _ROWS = 128  # of a Parquet file, decoded together
 # What reading a damaged file can raise: the file system, gzip, and Arrow's zstd and Parquet readers.
-_DAMAGE = (OSError, EOFError, zlib.error, pyarrow.ArrowException)
+_DAMAGE = (OSError, EOFError, zlib.error, pyarrow.ArrowException, UnicodeDecodeError)  # the last of a damaged schema
 
 
 @dataclass(frozen=True)

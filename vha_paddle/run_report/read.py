@@ -109,6 +109,6 @@ def _numbers(path: Path, number: int, line: str) -> tuple[float, dict[str, float
         values = {key: float(value) for key, value in flat.items() if type(value) in (int, float)}
         if type(tokens) is int and ("loss" in values or "skipped" in record):
             return tokens, values
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         pass
     raise UserError(f"{path}: line {number} is no record of a step; remove the line")
