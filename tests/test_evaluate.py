@@ -226,7 +226,7 @@ def _name_a_shard_outside(directory: Path) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another architecture": (
         lambda directory: _edit_config(directory, model_type="qwen2"),
-        "config.json: model_type=qwen2: must be one of qwen3",
+        'config.json: model_type="qwen2": must be one of qwen3',
     ),
     "a key left out": (
         lambda directory: _edit_config(directory, vocab_size=None),
