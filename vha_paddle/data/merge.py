@@ -8,14 +8,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from vha_paddle.data.folder import MANIFEST_FILE, Origin, Progress, check_out, check_splits, write_folder
+from vha_paddle.data.folder import MANIFEST_FILE, Origin, Progress, check_splits, write_folder
 from vha_paddle.data.indexed import IndexedTokens
 from vha_paddle.data.indexed_format import HEADER, suffixed
 from vha_paddle.data.indexed_writer import Piece
 from vha_paddle.data.parts import SKIPPED_FILE, Counts, SplitCount
 from vha_paddle.data.prepare import silent
 from vha_paddle.data.tokenizer import load_tokenizer
-from vha_paddle.data.workspace import Workspace
+from vha_paddle.data.workspace import make_once
 from vha_paddle.errors import RunError, UserError
 
 
@@ -44,22 +44,12 @@ def merge(out: Path, folders: Sequence[Path], overwrite: bool, progress: Progres
     shards = sorted((_read(folder) for folder in folders), key=lambda shard: shard.number)
     _check(shards)
     job = {"version": shards[0].manifest["version"], "merge": [[str(s.folder), s.manifest] for s in shards]}
-    try:
-        workspace = Workspace(out, job)
-        try:
-            summary = workspace.completed()
-            if summary is None:
-                check_out(out, overwrite)
-                summary = {"out": str(out), "dry_run": False} | _merge(shards, workspace.whole, progress)
-                workspace.complete(summary)
-            if workspace.whole.is_dir():
-                check_out(out, overwrite)
-            workspace.publish()
-        finally:
-            workspace.close()
-    except OSError as error:
-        raise RunError(f"cannot write {out}: {error}") from None
-    return summary
+    return make_once(
+        out,
+        overwrite,
+        job,
+        lambda workspace: {"out": str(out), "dry_run": False} | _merge(shards, workspace.whole, progress),
+    )
 
 
 def _read(folder: Path) -> _Shard:

@@ -11,7 +11,7 @@ from typing import Any
 from vha_paddle import __version__
 from vha_paddle.data.corpus import builtin_source
 from vha_paddle.data.engines import Advance, Encoded, run_here, run_processes, run_ray
-from vha_paddle.data.folder import Origin, Progress, check_out, check_splits, tokenizer_figures, write_folder
+from vha_paddle.data.folder import Origin, Progress, check_splits, tokenizer_figures, write_folder
 from vha_paddle.data.indexed_writer import Piece
 from vha_paddle.data.inputs import (
     BUILTIN_PART,
@@ -35,8 +35,8 @@ from vha_paddle.data.parts import (
 from vha_paddle.data.sentencepiece_tokenizer import NUM_RESERVED, train_sentencepiece
 from vha_paddle.data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from vha_paddle.data.tokenizer_files import SENTENCEPIECE_FILE
-from vha_paddle.data.workspace import Workspace
-from vha_paddle.errors import RunError, UserError
+from vha_paddle.data.workspace import Workspace, make_once
+from vha_paddle.errors import UserError
 
 TOKENIZER_SAMPLE_BYTES = 2 << 30
 """Input bytes that a tokenizer is trained on at most; of more, parts that lie evenly in it are taken."""
@@ -135,22 +135,12 @@ def prepare(plan: Plan, progress: Progress = silent) -> dict[str, Any]:
     check_plan(plan)
     source = Input(plan)
     given = None if plan.tokenizer is None else load_tokenizer(plan.tokenizer, plan.eod_token)
-    try:
-        workspace = Workspace(plan.out, _job(plan, source, given))
-        try:
-            summary = workspace.completed()
-            if summary is None:
-                check_out(plan.out, plan.overwrite)
-                summary = _prepare(plan, source, given, workspace, progress)
-                workspace.complete(summary)
-            if workspace.whole.is_dir():
-                check_out(plan.out, plan.overwrite)  # again: hours may have passed
-            workspace.publish()
-        finally:
-            workspace.close()
-    except OSError as error:
-        raise RunError(f"cannot write {plan.out}: {error}") from None
-    return summary
+    return make_once(
+        plan.out,
+        plan.overwrite,
+        _job(plan, source, given),
+        lambda workspace: _prepare(plan, source, given, workspace, progress),
+    )
 
 
 def check_plan(plan: Plan) -> None:

@@ -19,11 +19,13 @@ import fcntl
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from vha_paddle.data.folder import check_out
 from vha_paddle.data.parts import PART_FILE, Counts, part_folder
-from vha_paddle.errors import UserError
+from vha_paddle.errors import RunError, UserError
 from vha_paddle.files import atomic_write, fsync_directory, fsync_tree
 
 
@@ -127,6 +129,40 @@ class Workspace:
             self._lock.close()
         else:
             self.delete()
+
+
+def make_once(
+    out: Path, overwrite: bool, job: dict[str, Any], make: Callable[[Workspace], dict[str, Any]]
+) -> dict[str, Any]:
+    """Make an output folder, or go on where a run of the same job was killed.
+
+    Args:
+        job: as `Workspace` takes it.
+        make: fills `whole` and returns the summary; not called where that was done before.
+
+    Returns:
+        The summary.
+
+    Raises:
+        UserError: as `Workspace` and `check_out`.
+        RunError: the folder could not be written.
+    """
+    try:
+        workspace = Workspace(out, job)
+        try:
+            summary = workspace.completed()
+            if summary is None:
+                check_out(out, overwrite)
+                summary = make(workspace)
+                workspace.complete(summary)
+            if workspace.whole.is_dir():
+                check_out(out, overwrite)  # again: hours may have passed
+            workspace.publish()
+        finally:
+            workspace.close()
+    except OSError as error:
+        raise RunError(f"cannot write {out}: {error}") from None
+    return summary
 
 
 def work_folder(out: Path) -> Path:

@@ -11,19 +11,11 @@ from pydantic import ValidationError
 from vha_paddle.config import Model
 from vha_paddle.errors import UserError
 from vha_paddle.export.stock import LATENT, LATENT_MIXTURE
+from vha_paddle.sources.hf_config import COPIED
 
 MODEL_TYPES = (LATENT.model_type, LATENT_MIXTURE.model_type)
 
-_COPIED = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "rope_theta",
-    "initializer_range",
-    "tie_word_embeddings",
-)
+_COPIED = (*COPIED, "rope_theta")
 _ATTENTION = (
     "num_attention_heads",
     "kv_lora_rank",

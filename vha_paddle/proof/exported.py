@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from vha_paddle.export.stock import stock_target
 from vha_paddle.names import UNFOLDED, Naming, account, check_shape, expected_tensors, from_hf, hf_tensors
 from vha_paddle.proof.deepseek import MODEL_TYPES, deepseek_model
 from vha_paddle.proof.rounding import Array, Format
+from vha_paddle.sources.base import LazyTensors
 from vha_paddle.sources.containers import StoredTensors, open_safetensors
 from vha_paddle.sources.hf_config import CONFIG_FILE, hf_model, read_json
 from vha_paddle.sources.unfolded import is_unfolded, open_unfolded
@@ -57,23 +58,14 @@ class Exported:
         return values if rows is None else values[..., rows]
 
 
-class _Dequantised(Mapping[str, Array]):
+def _dequantised(stored: StoredTensors) -> LazyTensors:
     """Stored tensors, FP8 ones with their scales taken in."""
 
-    def __init__(self, stored: StoredTensors) -> None:
-        self._stored = stored
+    def read(name: str) -> Array:
+        array = stored.read(name)
+        return fp8.dequantise(array, stored.read(fp8.scale_name(name))) if array.dtype == fp8.E4M3 else array
 
-    def __getitem__(self, name: str) -> Array:
-        array = self._stored.read(name)
-        if array.dtype == fp8.E4M3:
-            return fp8.dequantise(array, self._stored.read(fp8.scale_name(name)))
-        return array
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored.entries)
-
-    def __len__(self) -> int:
-        return len(self._stored.entries)
+    return LazyTensors(stored.entries, read)
 
 
 def is_export(directory: Path) -> bool:
@@ -102,7 +94,7 @@ def open_exported(directory: Path) -> Exported:
     account(stored.entries, expected, str(directory))
     for name, size in expected.items():
         check_shape(name, stored.entries[name].shape, size, str(directory))
-    return Exported(directory, model, naming, dtype, shapes, _Dequantised(stored), quantised)
+    return Exported(directory, model, naming, dtype, shapes, _dequantised(stored), quantised)
 
 
 def _model(directory: Path, values: Mapping[str, Any]) -> tuple[Model, Naming]:

@@ -40,7 +40,7 @@ _DEFAULTS_OF_ALL: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
 }
-_COPIED = (
+COPIED = (
     "vocab_size",
     "hidden_size",
     "num_hidden_layers",
@@ -49,6 +49,7 @@ _COPIED = (
     "initializer_range",
     "tie_word_embeddings",
 )
+"""Keys that config.json and the `model` section have alike."""
 _EXPERT_KEYS = ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "router_aux_loss_coef")
 
 # What the decoder here has no other form of; a key that is absent or null means the same.
@@ -87,7 +88,7 @@ def hf_model(values: Mapping[str, Any], path: Path) -> Model:
     values["rope_theta"] = _rope_theta(values, path)
     values = _DEFAULTS_OF_ALL | _DEFAULTS[kind] | {key: value for key, value in values.items() if value is not None}
     try:
-        section = {key: values[key] for key in _COPIED} | {
+        section = {key: values[key] for key in COPIED} | {
             "rope_theta": values["rope_theta"],
             "attention": _attention(values, kind, path),
         }

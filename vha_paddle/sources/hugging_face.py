@@ -13,10 +13,11 @@ from vha_paddle.config import Model
 from vha_paddle.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from vha_paddle.data.tokenizer_files import HF_FILE, SENTENCEPIECE_FILE
 from vha_paddle.errors import UserError
-from vha_paddle.names import account, check_shape, expected_tensors, from_hf, hf_tensors
-from vha_paddle.sources.base import LazyTensors, Source, WeightSpec
+from vha_paddle.names import QWEN3, from_hf
+from vha_paddle.sources.base import LazyTensors, Source
 from vha_paddle.sources.containers import StoredTensors, open_safetensors
 from vha_paddle.sources.hf_config import ARCHITECTURES, CONFIG_FILE, read_hf_model, read_json
+from vha_paddle.sources.hf_specs import hf_specs
 from vha_paddle.sources.upstream import map_among
 from vha_paddle.tensors import EMBEDDING, LM_HEAD
 
@@ -43,22 +44,8 @@ class HFWeights:
                 self.left_out[there] = f"a copy of {EMBEDDING}, to which it is tied"
             elif _ROTARY_TABLE.fullmatch(there):
                 self.left_out[there] = "follows from rope_theta"
-        self.specs: dict[str, WeightSpec] = {}
-        expected = expected_tensors(model)
-        parts = {name: hf_tensors(name, shape) for name, shape in expected.items()}
-        found = [there for there in stored.entries if there not in self.left_out]
-        account(found, [there for of_one in parts.values() for there in of_one], str(stored.path))
-        for name, shape in expected.items():
-            for there, size in parts[name].items():
-                check_shape(there, stored.entries[there].shape, size, str(stored.path))
-            dtypes = sorted({str(stored.entries[there].dtype) for there in parts[name]})
-            if len(dtypes) > 1 or dtypes[0] not in _FLOATING:
-                raise UserError(
-                    f"{stored.path}: {name} holds {', '.join(dtypes)}; a tensor must have one of the dtypes "
-                    f"{', '.join(_FLOATING)}; take the model's unquantized release"
-                )
-            dtype = stored.entries[next(iter(parts[name]))].dtype
-            self.specs[name] = WeightSpec(shape, dtype, tuple(parts[name]))
+        rule = f"a tensor must have one of the dtypes {', '.join(_FLOATING)}; take the model's unquantized release"
+        self.specs = hf_specs(model, stored, QWEN3, self.left_out, _FLOATING, rule)
 
     def read(self, name: str) -> np.ndarray[Any, Any]:
         """See `Weights.read`; with a tied embedding, a copy of it that is there too is compared.

@@ -18,10 +18,11 @@ from vha_paddle.config import Model
 from vha_paddle.config.check_model import check_model
 from vha_paddle.data.tokenizer_files import IDENTIFYING_FILES
 from vha_paddle.errors import UserError
-from vha_paddle.names import UNFOLDED, account, check_shape, expected_tensors, from_hf, hf_tensors
-from vha_paddle.sources.base import LazyTensors, Source, WeightSpec
+from vha_paddle.names import UNFOLDED, from_hf
+from vha_paddle.sources.base import LazyTensors, Source
 from vha_paddle.sources.containers import StoredTensors, open_safetensors
 from vha_paddle.sources.hf_config import CONFIG_FILE, read_json
+from vha_paddle.sources.hf_specs import hf_specs
 
 KIND = "unfolded vha_paddle directory"
 MODEL_TYPE, ARCHITECTURE = "vha_qwen3", "VHAQwen3ForCausalLM"
@@ -43,21 +44,9 @@ class UnfoldedWeights:
             UserError: the tensors are not exactly the model's.
         """
         self.stored = stored
-        self.specs: dict[str, WeightSpec] = {}
         self.left_out: dict[str, str] = {}
-        parts = {name: hf_tensors(name, shape, UNFOLDED) for name, shape in expected_tensors(model).items()}
-        account(stored.entries, [there for found in parts.values() for there in found], str(stored.path))
-        for name, shape in expected_tensors(model).items():
-            for there, expected in parts[name].items():
-                check_shape(there, stored.entries[there].shape, expected, str(stored.path))
-            dtypes = {stored.entries[there].dtype for there in parts[name]}
-            dtype = dtypes.pop()
-            if dtypes or dtype.name not in _FLOATING:
-                found = ", ".join(sorted(str(each) for each in {dtype, *dtypes}))
-                raise UserError(
-                    f"{stored.path}: {name} holds {found}; the tensors must be floating point, of one dtype each"
-                )
-            self.specs[name] = WeightSpec(shape, dtype, tuple(parts[name]))
+        rule = "the tensors must be floating point, of one dtype each"
+        self.specs = hf_specs(model, stored, UNFOLDED, self.left_out, _FLOATING, rule)
 
     def read(self, name: str) -> np.ndarray[Any, Any]:
         return from_hf(name, self.specs[name].shape, LazyTensors(self.stored.entries, self.stored.read), UNFOLDED)
