@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import paddle
 import pytest
 
+from tests.against_transformers import assert_same_step, with_weights
 from tests.cases import CASES, Case, batches
-from tests.tolerances import FLOAT32, assert_close
+from tests.tolerances import FLOAT32
 from tests.weights import trained_weights
 from vha_paddle.config import LatentAttention, Model
-from vha_paddle.model.decoder import build_decoder
-from vha_paddle.model.microbatch import microbatches_of
-from vha_paddle.parallel.mesh import Mesh
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -42,17 +39,7 @@ def their_model(model: Model, weights: dict[str, np.ndarray]) -> torch.nn.Module
         tie_word_embeddings=model.tie_word_embeddings,
         attn_implementation="eager",
     )
-    theirs = DeepseekV3ForCausalLM(config).double()
-    tensors = {name: torch.tensor(to_theirs(name, array)) for name, array in weights.items()}
-    if model.tie_word_embeddings:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    theirs.load_state_dict(tensors, strict=True)
-    return theirs
-
-
-def to_theirs(name: str, array: np.ndarray) -> np.ndarray:
-    """A linear weight is `[out, in]` there; the embedding is not a linear map."""
-    return array if name == "model.embed_tokens.weight" else array.T
+    return with_weights(DeepseekV3ForCausalLM(config), model, weights)
 
 
 @pytest.mark.parametrize(
@@ -62,22 +49,5 @@ def test_loss_logits_and_gradients_equal_transformers(case: Case) -> None:
     # its norms of the latents have 1e-6 whatever rms_norm_eps is
     model = case.recipe().model.model_copy(update={"rms_norm_eps": 1e-6})
     weights = trained_weights(model, seed=3)
-    ours = build_decoder(model, Mesh(), seed=0, dtype="float64")
-    parameters = ours.named_tensors()
-    for name, parameter in parameters.items():
-        parameter.set_value(paddle.to_tensor(weights[name]))
-    tokens_BS, labels_BS = next(batches(case))
-    loss = ours.forward_backward(microbatches_of(tokens_BS, labels_BS, 0, len(tokens_BS), Mesh()), 1 / labels_BS.size)
-
-    theirs = their_model(model, weights)
-    logits_BSV = theirs(torch.tensor(tokens_BS)).logits
-    their_loss = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), torch.tensor(labels_BS).flatten())
-    their_loss.backward()
-
     # its norms, angles and softmax are computed in float32 whatever the model's dtype: hence FLOAT32
-    assert_close(ours(paddle.to_tensor(tokens_BS)).numpy(), logits_BSV.detach().numpy(), FLOAT32, "logits")
-    assert_close(np.array(loss / labels_BS.size), their_loss.detach().numpy(), FLOAT32, "loss")
-    gradients = {name: parameter.grad.numpy() for name, parameter in theirs.named_parameters()}
-    assert set(gradients) == set(parameters)
-    for name, parameter in parameters.items():
-        assert_close(to_theirs(name, parameter.grad.numpy()), gradients[name], FLOAT32, name)
+    assert_same_step(model, weights, their_model(model, weights), *next(batches(case)), FLOAT32)

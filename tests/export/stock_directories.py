@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,9 @@ def write_stock(directory: Path, model: Model, weights: Arrays) -> Target:
     return target
 
 
-def their_model(directory: Path) -> Any:
-    """transformers' own model, after refusing every warning and every key that does not fit."""
+@contextlib.contextmanager
+def silently() -> Iterator[None]:
+    """Refuse every warning and every line that transformers logs as one."""
     records: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -51,12 +53,18 @@ def their_model(directory: Path) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            model, info = AutoModelForCausalLM.from_pretrained(
-                directory, output_loading_info=True, torch_dtype="auto", attn_implementation="eager"
-            )
+            yield
     finally:
         logging.getLogger("transformers").removeHandler(handler)
     assert records == []
+
+
+def their_model(directory: Path) -> Any:
+    """transformers' own model, after refusing every warning and every key that does not fit."""
+    with silently():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory, output_loading_info=True, torch_dtype="auto", attn_implementation="eager"
+        )
     assert {key: list(value) for key, value in info.items() if value} == {}
     return model
 

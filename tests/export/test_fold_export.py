@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from tests.checkpoints import (
     SMALL_EXPERTS,
@@ -30,6 +28,7 @@ from tests.checkpoints import (
     trained_weights,
     write_checkpoint,
 )
+from tests.export.stock_directories import their_model
 from tests.oracles import forward
 from tests.tolerances import FLOAT32, assert_close, relative_error
 from vha_paddle.checkpoint import layout
@@ -73,28 +72,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 TOKENS_BS = np.random.default_rng(1).integers(0, 330, (2, 11))
 
 
-def load(directory: Path) -> Any:
-    """transformers' own model, after refusing every warning and every key that does not fit."""
-    records: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("transformers").addHandler(handler)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            model, info = AutoModelForCausalLM.from_pretrained(
-                directory, output_loading_info=True, torch_dtype="auto", attn_implementation="eager"
-            )
-    finally:
-        logging.getLogger("transformers").removeHandler(handler)
-    assert records == []
-    assert {key: list(value) for key, value in info.items() if value} == {}
-    return model
-
-
 def their_logits(directory: Path) -> np.ndarray:
     with torch.no_grad():
-        return load(directory)(torch.tensor(TOKENS_BS)).logits.double().numpy()
+        return their_model(directory)(torch.tensor(TOKENS_BS)).logits.double().numpy()
 
 
 def our_logits(weights: Mapping[str, np.ndarray], recipe: Recipe) -> np.ndarray:
@@ -145,7 +125,7 @@ def test_experts_may_be_split_over_shards(tmp_path: Path) -> None:
 
 
 def test_one_directory_holds_model_tokenizer_and_generation_settings(exported: Exported) -> None:
-    model = load(exported.directory)
+    model = their_model(exported.directory)
     tokenizer = AutoTokenizer.from_pretrained(exported.directory)
     inputs = tokenizer("The quick brown", return_tensors="pt")
     output = model.generate(**inputs, max_new_tokens=4)
@@ -194,7 +174,7 @@ def test_low_precision_is_the_float64_fold_rounded_once(
                 rtol=1e-12,  # two float64 sums may round to neighbours only where they straddle a midpoint
                 err_msg=name,
             )
-    assert load(tmp_path / "out").dtype == torch_dtype
+    assert their_model(tmp_path / "out").dtype == torch_dtype
 
 
 def test_masters_are_folded_and_rounded_once(tmp_path: Path) -> None:
@@ -227,7 +207,7 @@ def test_a_checkpoint_without_tokenizer_is_exported_without_one(exported: Export
     report = write_export(prepare_export(source, "float32"), tmp_path / "out")
     assert report["warnings"][0] == "an assumption" and "--tokenizer PATH" in report["warnings"][1]
     assert not list((tmp_path / "out").glob("tokenizer*"))
-    assert load(tmp_path / "out").config.eos_token_id is None
+    assert their_model(tmp_path / "out").config.eos_token_id is None
     np.testing.assert_array_equal(their_logits(tmp_path / "out"), their_logits(exported.directory))
 
 

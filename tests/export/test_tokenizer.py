@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import random
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from tests.checkpoints import Exported, small_tokenizer
+from tests.export.stock_directories import silently
 from vha_paddle.data.corpus import builtin_documents
 from vha_paddle.data.sentencepiece_tokenizer import SentencePieceTokenizer, train_sentencepiece
 from vha_paddle.errors import UserError
@@ -130,17 +129,8 @@ def test_every_piece_encodes_to_itself_or_as_sentencepiece_does(pair: Pair) -> N
 
 
 def test_transformers_loads_the_directory_silently_and_agrees(exported: Exported) -> None:
-    records: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("transformers").addHandler(handler)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            theirs = AutoTokenizer.from_pretrained(exported.directory)
-    finally:
-        logging.getLogger("transformers").removeHandler(handler)
-    assert records == []
+    with silently():
+        theirs = AutoTokenizer.from_pretrained(exported.directory)
     ours = SentencePieceTokenizer.load(exported.checkpoint / "tokenizer.model")
     for text in AWKWARD:
         encoded = theirs(text)

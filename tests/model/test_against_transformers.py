@@ -9,15 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import paddle
 import pytest
 
-from tests.tolerances import FLOAT32, FLOAT64, assert_close
+from tests.against_transformers import assert_same_step, with_weights
+from tests.tolerances import FLOAT32, FLOAT64
 from tests.weights import trained_weights
 from vha_paddle.config import GroupedAttention, Model
-from vha_paddle.model.decoder import build_decoder
-from vha_paddle.model.microbatch import microbatches_of
-from vha_paddle.parallel.mesh import Mesh
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -69,17 +66,7 @@ def their_model(architecture: str, model: Model, weights: dict[str, np.ndarray])
         tie_word_embeddings=model.tie_word_embeddings,
         attn_implementation="sdpa",  # its softmax is in the dtype of the model
     )
-    theirs = model_class(config).double()
-    tensors = {name: torch.tensor(to_theirs(name, array)) for name, array in weights.items()}
-    if model.tie_word_embeddings:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    theirs.load_state_dict(tensors, strict=True)
-    return theirs
-
-
-def to_theirs(name: str, array: np.ndarray) -> np.ndarray:
-    """A linear weight is `[out, in]` there; the embedding is not a linear map, and a vector has no other side."""
-    return array if array.ndim == 1 or name == "model.embed_tokens.weight" else array.T
+    return with_weights(model_class(config), model, weights)
 
 
 class Angles(torch.nn.Module):
@@ -110,23 +97,8 @@ def test_loss_logits_and_gradients_equal_transformers(
 ) -> None:
     model = model_of(architecture, attention_bias, tied)
     weights = trained_weights(model, seed=3)
-    ours = build_decoder(model, Mesh(), seed=0, dtype="float64")
-    parameters = ours.named_tensors()
-    for name, parameter in parameters.items():
-        parameter.set_value(paddle.to_tensor(weights[name]))
-    tokens_BS, labels_BS = np.random.default_rng(0).integers(0, model.vocab_size, (2, 3, 7))
-    loss = ours.forward_backward(microbatches_of(tokens_BS, labels_BS, 0, len(tokens_BS), Mesh()), 1 / labels_BS.size)
-
     theirs = their_model(architecture, model, weights)
     if tolerance == FLOAT64:
         put_float64_in_place_of_float32(theirs)
-    logits_BSV = theirs(torch.tensor(tokens_BS)).logits
-    their_loss = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), torch.tensor(labels_BS).flatten())
-    their_loss.backward()
-
-    assert_close(ours(paddle.to_tensor(tokens_BS)).numpy(), logits_BSV.detach().numpy(), tolerance, "logits")
-    assert_close(np.array(loss / labels_BS.size), their_loss.detach().numpy(), tolerance, "loss")
-    gradients = {name: parameter.grad.numpy() for name, parameter in theirs.named_parameters()}
-    assert set(gradients) == set(parameters)
-    for name, parameter in parameters.items():
-        assert_close(to_theirs(name, parameter.grad.numpy()), gradients[name], tolerance, name)
+    tokens_BS, labels_BS = np.random.default_rng(0).integers(0, model.vocab_size, (2, 3, 7))
+    assert_same_step(model, weights, theirs, tokens_BS, labels_BS, tolerance)
