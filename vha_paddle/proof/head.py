@@ -25,7 +25,7 @@ Array = np.ndarray[Any, Any]
 Columns = Callable[[int, int], Array]
 """From the first token and the one behind the last to that part of an output projection: `[D, V]`, float32."""
 
-_TOKENS_AT_ONCE = 1024
+_TOKENS_AT_ONCE = 512
 _POSITIONS_AT_ONCE = 256
 NO_LABEL = -1
 
