@@ -42,7 +42,7 @@ MAX_HEADER_BYTES = 100_000_000  # the bound of the safetensors library
 MAX_AXES = 32  # of a numpy array
 MAX_TENSOR_BYTES = 2**60
 _CHUNK_BYTES = 16 << 20
-_CHUNKS_AHEAD = 4  # that the disk may be ahead of the digest
+_CHUNKS_AHEAD = 4  # that may wait to be written and digested
 
 TensorSpec = tuple[np.dtype[Any], tuple[int, ...]]
 """dtype and shape."""
@@ -136,7 +136,8 @@ def write_tensors(
     """Write a whole file, flush it to disk, and return its size and digest without reading it again.
 
     Args:
-        arrays: one for each of `tensors`, in their order. Each is asked for when the one before it is written.
+        arrays: one for each of `tensors`, in their order, none of which may change before the end. Each is asked for
+            while those before it are written.
         reserve: whether the room for all is taken first, so that a full disk shows before any array is asked for.
             Some network disks do that slowly, by writing.
 
@@ -144,55 +145,65 @@ def write_tensors(
         OSError: the disk is full or fails.
     """
     header, num_bytes = _header(tensors, metadata)
-    with open(path, "wb", buffering=0) as file, _Digest() as digest:
+    with open(path, "wb", buffering=0) as file, _Sink(file.fileno()) as sink:
         if reserve:
             os.posix_fallocate(file.fileno(), 0, len(header) + num_bytes)
-        _write_chunk(file.fileno(), memoryview(header), digest)
+        sink.put(memoryview(header))
         for (name, (dtype, shape)), array in zip(tensors.items(), arrays, strict=True):
             if (array.dtype, array.shape) != (dtype, shape):
                 raise ValueError(f"{name}: {array.dtype} {array.shape} came where {dtype} {shape} was announced")
             # a scalar has no bytes to view, and bfloat16 no buffer
             raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
             for start in range(0, len(raw), _CHUNK_BYTES):
-                _write_chunk(file.fileno(), raw[start : start + _CHUNK_BYTES], digest)
+                sink.put(raw[start : start + _CHUNK_BYTES])
+        sha256 = sink.finish()
         os.fsync(file.fileno())
-        return FileRecord(len(header) + num_bytes, digest.finish())
+        return FileRecord(len(header) + num_bytes, sha256)
 
 
-class _Digest:
-    """SHA-256 on a thread of its own: on one core it takes as long as the disk."""
+class _Sink:
+    """Writes and digests on two threads of its own, so that what is to be written next is made meanwhile: on one core
+    SHA-256 takes as long as the disk, and so do new pages of the page cache."""
 
-    def __init__(self) -> None:
-        self._sha256 = hashlib.sha256()
-        self._pool = ThreadPoolExecutor(1, "digest")
-        self._pending: deque[Future[None]] = deque()
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._sha256 = descriptor, hashlib.sha256()
+        self._pools = ThreadPoolExecutor(1, "write"), ThreadPoolExecutor(1, "digest")
+        self._pending: deque[tuple[Future[None], ...]] = deque()
 
-    def __enter__(self) -> _Digest:
+    def __enter__(self) -> _Sink:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._pool.shutdown()
+        for pool in self._pools:
+            pool.shutdown(cancel_futures=True)
 
-    def update(self, chunk: memoryview) -> None:
-        """Take in `chunk`, which must not change before `finish`. Few are kept waiting: they occupy memory."""
+    def put(self, chunk: memoryview) -> None:
+        """Take in `chunk`, which must not change before `finish`. Few are kept waiting: they occupy memory.
+
+        Raises:
+            OSError: an earlier chunk cannot be written.
+        """
         if len(self._pending) == _CHUNKS_AHEAD:
-            self._pending.popleft().result()
-        self._pending.append(self._pool.submit(self._sha256.update, chunk))
+            self._wait_for_one()
+        writer, digester = self._pools
+        self._pending.append((writer.submit(self._write, chunk), digester.submit(self._sha256.update, chunk)))
 
     def finish(self) -> str:
-        """The digest, hexadecimal."""
-        for update in self._pending:
-            update.result()
+        """Wait for all; returns the digest, hexadecimal. Raises as `put`."""
+        while self._pending:
+            self._wait_for_one()
         return self._sha256.hexdigest()
 
+    def _wait_for_one(self) -> None:
+        for future in self._pending.popleft():
+            future.result()
 
-def _write_chunk(descriptor: int, chunk: memoryview, digest: _Digest) -> None:
-    digest.update(chunk)
-    start, written = os.lseek(descriptor, 0, os.SEEK_CUR), 0
-    while written < len(chunk):
-        written += os.write(descriptor, chunk[written:])
-    # Linux starts to write the pages out (they stay cached), so that the final fsync finds little left to do
-    os.posix_fadvise(descriptor, start, written, os.POSIX_FADV_DONTNEED)
+    def _write(self, chunk: memoryview) -> None:
+        start, written = os.lseek(self._descriptor, 0, os.SEEK_CUR), 0
+        while written < len(chunk):
+            written += os.write(self._descriptor, chunk[written:])
+        # Linux starts to write the pages out (they stay cached), so that the final fsync finds little left to do
+        os.posix_fadvise(self._descriptor, start, written, os.POSIX_FADV_DONTNEED)
 
 
 def _header(tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, int]:

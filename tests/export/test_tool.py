@@ -13,6 +13,7 @@ import pytest
 
 from tests.checkpoints import SMALL_GROUPED, SMALL_HYBRID, Exported, small_recipe, small_tokenizer, trained_weights
 from tests.checkpoints import write_checkpoint as write
+from vha_paddle.checkpoint.layout import step_directory
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "fold_export.py"
@@ -38,15 +39,15 @@ WAITING = """
 import runpy, sys, time
 from vha_paddle import tensor_file
 
-write_chunk, count = tensor_file._write_chunk, 0
+put, count = tensor_file._Sink.put, 0
 def waiting(*arguments):
     global count
-    write_chunk(*arguments)
+    put(*arguments)
     count += 1
     if count == 2:
         print("ready", flush=True)
         time.sleep(60)
-tensor_file._write_chunk = waiting
+tensor_file._Sink.put = waiting
 sys.argv = ["fold_export.py", *sys.argv[1:]]
 runpy.run_path({tool!r}, run_name="__main__")
 """
@@ -88,6 +89,17 @@ def test_an_export_succeeds_and_says_what_it_wrote(exported: Exported, tmp_path:
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith(f"wrote {tmp_path / 'out'}: 24 tensors")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_a_runs_directory_may_hold_the_export_beside_its_checkpoints(tmp_path: Path) -> None:
+    """As the quickstart makes it; within the checkpoint or around it there is no place."""
+    recipe = small_recipe(SMALL_GROUPED)
+    step = write(step_directory(tmp_path, 7), recipe, trained_weights(recipe), small_tokenizer())
+    for out in (step / "out", step.parent, tmp_path):
+        assert run(tmp_path, out, "--plain", "--overwrite").returncode == 2
+    result = run(tmp_path, tmp_path / "out", "--plain")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "out"]
 
 
 def test_json_prints_the_report(exported: Exported, tmp_path: Path) -> None:

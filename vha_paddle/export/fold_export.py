@@ -1,8 +1,8 @@
 """From a checkpoint to a Hugging Face directory: fold, write, verify, and only then give it its name.
 
-Every tensor passes through memory once. One thread reads ahead, the calling one folds, casts, turns matrices around and
-writes, a third digests what is written, a fourth what is read. Tensors are asked for and written in one order, so the
-same checkpoint gives the same bytes.
+Every tensor passes through memory once. One thread reads ahead, the calling one folds, casts and turns matrices around,
+a third writes, a fourth digests what is written, a fifth what is read. Tensors are asked for and written in one order,
+so the same checkpoint gives the same bytes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 import vha_paddle
 from vha_paddle.checkpoint.layout import record_of
@@ -62,8 +63,9 @@ def export_checkpoint(
     progress: Progress = lambda done, total: None,
 ) -> dict[str, Any]:
     """`write_export` of what lies at `checkpoint`: of a run directory the newest. Raises as the functions it calls."""
-    check_output(out, checkpoint, overwrite)
-    export = prepare_export(open_for_export(checkpoint), dtype, plain=plain)
+    source = open_for_export(checkpoint)
+    check_output(out, source.path, overwrite)
+    export = prepare_export(source, dtype, plain=plain)
     return write_export(
         export, out, overwrite=overwrite, verify=verify, max_shard_bytes=max_shard_bytes, progress=progress
     )
@@ -103,7 +105,8 @@ def write_export(
         check_output(out, source.path, overwrite)
         check_space(out, plan.num_bytes)
         with output_directory(out, source.path, overwrite) as directory:
-            with Digests(source) as digests:
+            # products are small, and there are threads enough here: those of a BLAS would wait at their expense
+            with threadpool_limits(1, "blas"), Digests(source) as digests:
                 with ReadAhead(source.weights) as state:
                     stream = _tensors(export, state)
                     weights = write_weights(directory, plan.targets, stream, max_shard_bytes, progress)
