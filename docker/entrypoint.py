@@ -14,6 +14,7 @@ under /opt/vha-paddle.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import sys
@@ -49,13 +50,18 @@ def command(arguments: list[str]) -> list[str]:
 
 
 def _training(arguments: list[str]) -> list[str]:
-    """The launcher with as many ranks as the recipe has. With flags the tool alone: it tells something, or starts its
-    ranks itself (--reduced)."""
+    """The launcher with as many ranks as the recipe has. With other flags than --allow-changed the tool alone: it tells
+    something, or starts its ranks itself (--reduced)."""
     tool = ["tools/train.py", *arguments]
-    if not arguments or any(argument.startswith("-") for argument in arguments):
+    parser = argparse.ArgumentParser("train", add_help=False, allow_abbrev=False)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--allow-changed", action="append")
+    known, flags = parser.parse_known_intermixed_args(arguments)
+    if flags or not known.words:
         return [sys.executable, *tool]
-    ranks = load_recipe(Path(arguments[0]), arguments[1:]).num_ranks
-    return [sys.executable, *LAUNCHER, "--nproc_per_node", str(ranks), "--log_dir", "runs/logs", *tool]
+    recipe = load_recipe(Path(known.words[0]), known.words[1:])
+    logs = f"{recipe.run.output}/logs"
+    return [sys.executable, *LAUNCHER, "--nproc_per_node", str(recipe.num_ranks), "--log_dir", logs, *tool]
 
 
 def main() -> None:

@@ -130,23 +130,27 @@ class Rehearsal:
 
     def run(self, stage: Stage, program: list[str]) -> None:
         """Run a program in the stage's files, as its user, with its environment."""
-        passed = [f"{key}={value}" for key, value in ({"HOME": "/tmp"} | os.environ | stage.environment).items()]
+        passed = [f"{key}={value}" for key, value in (os.environ | stage.environment).items()]
         inside = ["env", "-i", *passed, "sh", "-ec", f'cd {shlex.quote(stage.directory)} && exec "$@"', "sh", *program]
         user = ["setpriv", f"--reuid={stage.user}", f"--regid={stage.user}", "--clear-groups"]
         merged = self.scratch / "merged"
         self._in_mounted(
             stage,
-            f"for name in proc dev; do mount --rbind /$name {merged}/$name; done; "
+            f"mount --rbind /dev {merged}/dev; mount --types proc proc {merged}/proc; "
             f"exec chroot {merged} {shlex.join([*user, *inside])}",
+            "--pid",
+            "--fork",
+            "--kill-child",
         )
 
-    def _in_mounted(self, stage: Stage, script: str) -> None:
-        """Run a script of this machine's shell with the stage's files at `merged`."""
+    def _in_mounted(self, stage: Stage, script: str, *isolation: str) -> None:
+        """Run a script of this machine's shell with the stage's files at `merged`. With a process table of its own it
+        is process 1, as in a container."""
         merged, work = self.scratch / "merged", Path(tempfile.mkdtemp(dir=self.scratch))
         merged.mkdir(exist_ok=True)
         below = ":".join(str(layer) for layer in reversed(stage.layers[:-1]))
         mount = f"mount -t overlay overlay -o lowerdir={below},upperdir={stage.layers[-1]},workdir={work} {merged}"
-        if result := subprocess.run(["unshare", "--mount", "sh", "-ec", f"{mount}; {script}"]).returncode:
+        if result := subprocess.run(["unshare", "--mount", *isolation, "sh", "-ec", f"{mount}; {script}"]).returncode:
             sys.exit(f"error: a step ended with exit code {result}")
 
 

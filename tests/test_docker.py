@@ -51,6 +51,22 @@ def test_nothing_in_the_image_runs_as_root() -> None:
     assert "USER" not in after  # and it stays so
 
 
+def test_every_version_in_the_images_is_stated_once() -> None:
+    """Of what is asked for in the requirements, of what comes along in the constraints."""
+    names: list[str] = []
+    for file in ("requirements.txt", "docker/constraints.txt"):
+        lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+        pins = [re.match(r"([A-Za-z0-9._-]+)==[^=*\s]+(\s+#.*)?$", line) for line in lines if not line.startswith("#")]
+        assert pins and all(pins)
+        names += [re.sub(r"[-_.]+", "-", pin[1].lower()) for pin in pins if pin]
+    assert len(set(names)) == len(names)
+
+
+def test_the_first_process_hands_signals_on() -> None:
+    (entrypoint,) = re.findall(r"^ENTRYPOINT (.*)$", DOCKERFILE, re.MULTILINE)
+    assert entrypoint == '["tini", "--", "python", "docker/entrypoint.py"]'
+
+
 def test_the_build_context_names_what_is_there() -> None:
     wanted = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     assert wanted
@@ -67,9 +83,21 @@ def test_the_build_context_names_what_is_there() -> None:
         (
             ["train", "recipes/quickstart.yaml", "parallel.tensor=4"],
             [
-                *("-m", "paddle.distributed.launch", "--nproc_per_node", "4", "--log_dir", "runs/logs"),
+                *("-m", "paddle.distributed.launch", "--nproc_per_node", "4", "--log_dir", "runs/quickstart/logs"),
                 *("tools/train.py", "recipes/quickstart.yaml", "parallel.tensor=4"),
             ],
+        ),
+        (
+            ["train", "recipes/quickstart.yaml", "--allow-changed", "optim.lr", "optim.lr=1e-3", "run.output=runs/a"],
+            [
+                *("-m", "paddle.distributed.launch", "--nproc_per_node", "2", "--log_dir", "runs/a/logs"),
+                *("tools/train.py", "recipes/quickstart.yaml", "--allow-changed", "optim.lr", "optim.lr=1e-3"),
+                "run.output=runs/a",
+            ],
+        ),
+        (
+            ["train", "--reduced", "recipes/table1_4b_vha.yaml"],
+            ["tools/train.py", "--reduced", "recipes/table1_4b_vha.yaml"],
         ),
     ],
 )

@@ -217,12 +217,11 @@ def main() -> None:
         shard_bytes(arguments.max_shard_size)
     if arguments.verify_only and not (arguments.out / REPORT_FILE).is_file():
         raise UserError(f"{arguments.out}: holds no {REPORT_FILE}, so there is no export to verify; make one first")
-    if not arguments.verify_only:
-        check_output(arguments.out, arguments.source, arguments.overwrite)
     source = open_for_export(arguments.source, arguments.config, arguments.norm_order, arguments.gate_order)
     if arguments.verify_only:
         verify_only(source, arguments)
         return
+    check_output(arguments.out, source.path, arguments.overwrite)  # of a run, what was taken: its folder may hold both
     fold: Fold = "none" if arguments.no_fold else "partial" if arguments.allow_partial else "all"
     export = prepare_export(
         source, arguments.dtype or DTYPE, fold=fold, plain=arguments.plain, tokenizer=arguments.tokenizer

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 
 from tests.checkpoints import SMALL_MODEL, SMALL_VHA, small_recipe, trained_weights, write_checkpoint
 from tests.hf_tokenizers import write_qwen_tokenizer
@@ -16,6 +18,8 @@ from tests.sources.containers.fixtures import sample, write_merged
 from vha_paddle.checkpoint.layout import MANIFEST_FILE, open_checkpoint, record_of, write_manifest
 from vha_paddle.config import load_recipe, recipe_to_yaml
 from vha_paddle.data.indexed import IndexedTokens, write_indexed
+from vha_paddle.data.inputs import find_inputs, make_parts
+from vha_paddle.data.parts import Counts, Reading, labelled_documents
 from vha_paddle.data.sentencepiece_tokenizer import train_sentencepiece
 from vha_paddle.data.tokenizer import load_tokenizer
 from vha_paddle.map_report.read import read_report, table
@@ -99,6 +103,18 @@ def _read_weights(folder: Path) -> None:
         stored.read(name)
 
 
+def _write_parquet(folder: Path) -> None:
+    table = pyarrow.table({"id": range(40), "text": [f"{row} text " * (row % 5) for row in range(40)]})
+    pyarrow.parquet.write_table(table, folder / "web.parquet", row_group_size=15, data_page_size=50)
+
+
+def _read_documents(folder: Path) -> None:
+    reading = Reading("text", 0.5, skip_bad=False)
+    for part in make_parts(find_inputs([str(folder)]), 1 << 20):
+        for _ in labelled_documents(part, reading, Counts.none(reading.splits)):
+            pass
+
+
 def _use_tokenizer(folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
     tokenizer.encode("The fox <|endoftext|>")
@@ -123,6 +139,7 @@ EXAMPLES: dict[str, Example] = {
     "idx": Example("train.idx", _write_data, _read_data),
     "bin": Example("train.bin", _write_data, _read_data),
     "data manifest": Example("train.json", _write_data, _read_data),
+    "parquet": Example("web.parquet", _write_parquet, _read_documents),
     "safetensors": Example("x.safetensors", _write_tensors, _read_tensors),
     "checkpoint: manifest": Example("manifest.json", _write_checkpoint, _read_checkpoint),
     "checkpoint: state": Example("state.json", _write_checkpoint, _read_checkpoint, _new_digests),

@@ -22,6 +22,7 @@ from tests.security.damage import Damage, damages
 from tests.security.examples import CONFIG, EXAMPLES, METRICS
 from tests.security.watch import watched
 from vha_paddle.config import load_recipe
+from vha_paddle.data.tokenizer import load_tokenizer
 from vha_paddle.errors import UserError
 from vha_paddle.sources.hf_config import read_hf_model
 
@@ -226,6 +227,34 @@ def test_a_panic_of_the_tokenizers_library_is_an_error(tmp_path: Path) -> None:
     forged = json.loads((folder / "tokenizer.json").read_text())
     forged["model"]["continuing_subword_prefix"] = "longer than any token"
     assert "tokenizer.json" in refusal("tokenizer.json", folder, json.dumps(forged))
+
+
+@pytest.mark.parametrize(
+    ("part", "list_name", "step"),
+    [
+        ("normalizer", "normalizers", {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}),
+        ("pre_tokenizer", "pretokenizers", {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}),
+        ("decoder", "decoders", {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}),
+    ],
+)
+def test_steps_that_each_double_a_text_are_refused(tmp_path: Path, part: str, list_name: str, step: object) -> None:
+    """Forty of them would make a terabyte of a word."""
+    folder = copy_of("tokenizer.json", tmp_path)
+    forged = json.loads((folder / "tokenizer.json").read_text())
+    inner = {"type": "Sequence", list_name: [step] * 20}
+    forged[part] = {"type": "Sequence", list_name: [inner, inner]}
+    assert f"{part} can make a text {2**40} times" in refusal("tokenizer.json", folder, json.dumps(forged))
+
+
+def test_a_pattern_that_tries_too_many_ways_is_refused(tmp_path: Path) -> None:
+    folder = copy_of("tokenizer.json", tmp_path)
+    forged = json.loads((folder / "tokenizer.json").read_text())
+    forged["normalizer"] = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "x"}
+    (folder / "tokenizer.json").write_text(json.dumps(forged))
+    tokenizer = load_tokenizer(folder)
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
+        with pytest.raises(UserError, match="cannot be applied to a text"):
+            encode("a" * 40 + "b")
 
 
 def test_half_a_surrogate_pair_is_no_token(tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ Decoding gives the text back as far as the tokenizer keeps it: Qwen's, for one, 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from vha_paddle.data.word_cache import HF_WORDS, WordCache, hf_goes_by_words
 from vha_paddle.errors import UserError
 
 _MOST_IDS = 1 << 22  # several times the largest vocabulary in use
+_MOST_GROWTH = 64  # of a text in the steps before or after the model; real tokenizers have one that lengthens
+_LENGTHENING = {"ByteLevel": 2, "Precompiled": 18}  # a byte beyond ASCII as a character; U+FDFA in NFKC
 
 GENERAL_CLASS = "PreTrainedTokenizerFast"
 """The class that reads any tokenizer.json, by the one name that transformers 4 and 5 both know."""
@@ -60,6 +63,7 @@ class HFTokenizer:
         self._config = self._read_json(HF_CONFIG_FILE)
         self._special = self._read_json(HF_SPECIAL_FILE)
         self._check_ids()
+        self._check_growth()
         if eos_token is not None:
             self._set_eos(eos_token)
         try:
@@ -99,15 +103,32 @@ class HFTokenizer:
         return cls(files, f"tokenizer {path}", eos_token)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, without begin or end token."""
-        ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
+        """Ids of `text`, without begin or end token.
+
+        Raises:
+            UserError: a pattern of tokenizer.json takes too long.
+        """
+        with self._patterns():
+            ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, as `encode` gives them; faster, by words where that makes no difference."""
         if self._words is not None:
             return [self._words.encode(text) for text in texts]
-        return [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+        with self._patterns():
+            return [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    @contextlib.contextmanager
+    def _patterns(self) -> Iterator[None]:
+        """The library gives up a regular expression that tries too many ways, by a panic, which is no Exception."""
+        try:
+            yield
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":
+                raise
+            reason = " ".join(str(error).split())
+            raise UserError(f"{self._name}: {HF_FILE} cannot be applied to a text ({reason}); use another") from None
 
     @cached_property
     def _words(self) -> WordCache | None:
@@ -148,6 +169,16 @@ class HFTokenizer:
                 f"{self._name}: {HF_FILE} must give every token, and every one of its added_tokens, an id below "
                 f"{_MOST_IDS}; it is damaged"
             )
+
+    def _check_growth(self) -> None:
+        """Steps that follow one another and each double a text are an attack: 40 of them are a terabyte."""
+        values = self._read_json(HF_FILE)
+        for part in ("normalizer", "pre_tokenizer", "decoder"):
+            if (growth := _growth(values.get(part))) > _MOST_GROWTH:
+                raise UserError(
+                    f"{self._name}: {HF_FILE}: {part} can make a text {growth} times as long, and {_MOST_GROWTH} is "
+                    "the most allowed; it is damaged"
+                )
 
     def _refuse_code(self) -> None:
         if self._config.get("auto_map"):
@@ -205,6 +236,20 @@ class HFTokenizer:
 def as_json(values: Mapping[str, Any]) -> bytes:
     """JSON as the files of a tokenizer have it."""
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _growth(step: Any) -> int:
+    """At most so many times as long is a text after a step, or a sequence of them."""
+    if not isinstance(step, dict):
+        return 1
+    kind, content = step.get("type"), step.get("content")
+    growth = _LENGTHENING.get(kind, 1) if isinstance(kind, str) else 1
+    if kind == "Replace" and isinstance(content, str):
+        growth = max(1, len(content))
+    for inner in ("normalizers", "pretokenizers", "decoders"):
+        for each in step[inner] if isinstance(step.get(inner), list) else []:
+            growth *= _growth(each)
+    return growth
 
 
 def _text(token: Any) -> str | None:

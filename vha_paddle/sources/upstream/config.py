@@ -7,7 +7,7 @@ the file: the projects' defaults differ from one another, and a wrong one gives 
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -124,15 +124,15 @@ class UpstreamConfig:
     def number(self, key: str, why: str) -> float:
         """A required number above zero. Raises as `require`."""
         value = self.require(key, why)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
             raise self.refusal(key, "must be a number above 0")
         return float(value)
 
     def count(self, key: str, why: str) -> int:
         """A required whole number above zero. Raises as `require`."""
         value = self.number(key, why)
-        if not value.is_integer():
-            raise self.refusal(key, "must be a whole number")
+        if not value.is_integer() or value >= 2**63:
+            raise self.refusal(key, "must be a whole number below 2^63")
         return int(value)
 
     def flag(self, key: str) -> bool | None:

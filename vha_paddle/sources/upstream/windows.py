@@ -23,7 +23,7 @@ def window_of(config: UpstreamConfig) -> int | None:
         if _SLIDING in (config.get("layer_types") or ()):
             raise config.refusal("layer_types", "has layers with a window, and the configuration has no window in use")
         return None
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+    if isinstance(window, bool) or not isinstance(window, int) or not 0 < window < 2**63:
         raise config.refusal(
             "sliding_window",
             "must be the number of keys that a query sees, its own position included (PaddleFleet counts pairs in two "
