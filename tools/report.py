@@ -47,8 +47,12 @@ def main() -> None:
         parser.error("give --out FILE for the page, --json, or both")
     if arguments.smoothing_tokens is not None and not 0 <= arguments.smoothing_tokens < float("inf"):
         raise UserError(f"--smoothing-tokens {arguments.smoothing_tokens}: must be 0 or more tokens")
-    if arguments.out is not None and arguments.out.is_dir():
-        raise UserError(f"--out {arguments.out}: is a directory; name a file in it")
+    if arguments.out is not None and arguments.out.exists() and not arguments.out.is_file():
+        raise UserError(f"--out {arguments.out}: is there and is no file; name a file, which is replaced")
+    directories = [path.resolve() for path in arguments.runs]
+    for path, directory in zip(arguments.runs, directories, strict=True):
+        if directories.count(directory) > 1:
+            raise UserError(f"{path}: was given twice, and would count as two seeds; give each run once")
 
     from vha_paddle.run_report.compare import comparison, groups_of
     from vha_paddle.run_report.read import read_run
@@ -61,18 +65,18 @@ def main() -> None:
     compared = comparison(groups, window)
     if arguments.out is not None:
         from vha_paddle.run_report.figures import figures
-        from vha_paddle.run_report.page import page
+        from vha_paddle.run_report.page import heading, page
 
         html = page(compared, groups, figures(groups, window))
         try:
-            with atomic_write(arguments.out) as file:
+            with atomic_write(arguments.out.resolve()) as file:  # a link stays one, /dev/stdout among them
                 file.write(html.encode())
         except OSError as error:
             raise RunError(f"{arguments.out}: cannot be written ({error.strerror})") from None
     if arguments.json:
         print(json.dumps(compared, indent=2))
     else:
-        print(f"wrote {arguments.out}: {len(runs)} runs of {len(groups)} models")
+        print(f"wrote {arguments.out}: {heading(groups)}")
 
 
 if __name__ == "__main__":

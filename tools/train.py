@@ -15,6 +15,7 @@ from vha_paddle.config import Recipe, load_recipe, recipe_to_yaml
 from vha_paddle.config.reduced import DATA, VOCAB_SIZE
 from vha_paddle.errors import run_tool
 from vha_paddle.host import prepare_process
+from vha_paddle.train.interrupt import end_with_launcher
 
 LAUNCHED_RANK = "PADDLE_TRAINER_ID"  # Paddle's launcher sets it for each rank
 
@@ -37,7 +38,7 @@ The run directory (run.output) holds metrics.jsonl (one JSON object per step), r
 and checkpoints/. Starting the same command again continues from the newest whole checkpoint. SIGTERM or SIGINT saves
 after the step under way and ends. What to do after each failure: docs/running.md.
 exit codes: 0 done, 1 the run failed, 2 the recipe or the command line is wrong (nothing was written), 75 a signal asked
-for the end (saved), 143 or 130 a second signal (not saved).
+for the end (saved), 143 or 130 a second signal, or one before training began (not saved).
 """
 
 
@@ -101,6 +102,7 @@ def main() -> None:
     if arguments.json and not arguments.dry_run:
         parser.error("--json belongs to --dry-run")
 
+    end_with_launcher()  # before Paddle's import, which takes seconds
     prepare_process()
     if arguments.reduced:
         from vha_paddle.train.reduced import load_reduced
@@ -117,8 +119,10 @@ def main() -> None:
     elif arguments.dry_run:
         print(dry_run(recipe, arguments.json))
     else:
+        from vha_paddle.train.console import outlive_console
         from vha_paddle.train.run import run
 
+        outlive_console()
         run(recipe, arguments.allow_changed)
 
 

@@ -29,6 +29,14 @@ def fsync_tree(path: Path) -> None:
         fsync_directory(Path(folder))
 
 
+def remove(path: Path) -> None:
+    """Remove a directory with all that is in it, a file, or a link, which leaves what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file beside `path`; on success it is flushed and takes its name, on error it is removed."""

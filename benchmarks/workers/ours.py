@@ -15,7 +15,7 @@ from layer_step import layer_step  # noqa: E402
 from vha_paddle.host import set_compute_threads  # noqa: E402
 from vha_paddle.model.decoder import build_decoder  # noqa: E402
 from vha_paddle.parallel.mesh import Mesh  # noqa: E402
-from vha_paddle.train.metrics import measured_gemm_rate  # noqa: E402
+from vha_paddle.train.usage import measured_gemm_rate  # noqa: E402
 
 
 def main() -> None:

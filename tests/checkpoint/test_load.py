@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 
 from tests.checkpoints import SMALL_VHA, small_recipe, trained_weights, write_checkpoint
 from vha_paddle.checkpoint import layout
-from vha_paddle.checkpoint.load import load_parameters, open_together
+from vha_paddle.checkpoint.load import find_damage, load_parameters, open_together
 from vha_paddle.errors import UserError
 from vha_paddle.model.decoder import build_decoder
 from vha_paddle.parallel.mesh import Mesh
@@ -146,3 +148,43 @@ def test_a_tensor_that_another_rank_could_not_read_stops_this_one(tmp_path: Path
 
     with pytest.raises(UserError, match="tensor x is missing"):
         load_parameters(parameters, tensors, WithAFault(None))
+
+
+def test_damage_that_one_rank_sees_is_every_ranks(tmp_path: Path) -> None:
+    """Each checks the digests of its share: the others must not go on with what it has found to be damaged."""
+    path = write_checkpoint(tmp_path / "checkpoint", RECIPE, trained_weights(RECIPE), b"a tokenizer")
+    assert find_damage(path, TwoRanks(None)) is None
+    assert find_damage(path, TwoRanks("a file differs")) == "a file differs"
+    (path / layout.STATE_FILE).unlink()
+    fault = f"{path}: incomplete, {layout.STATE_FILE} is missing"
+    assert find_damage(path, TwoRanks(None)) == find_damage(path, Mesh()) == fault
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.unlink(),
+        lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+        lambda path: path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1])),
+        lambda path: path.write_bytes(b""),
+        lambda path: (path.unlink(), path.mkdir()),
+        lambda path: (path.unlink(), path.symlink_to("nowhere")),
+    ],
+    ids=["missing", "cut", "a bit", "empty", "a directory", "a link"],
+)
+@pytest.mark.parametrize("content", ["model", "optimizer", "recipe", "tokenizer", "state", "manifest"])
+def test_any_damage_to_any_file_is_seen(tmp_path: Path, damage: Callable[[Path], Any], content: str) -> None:
+    path = write_checkpoint(tmp_path / "checkpoint", RECIPE, trained_weights(RECIPE), b"a tokenizer")
+    damage(next(path.glob(f"{content}*")))
+    fault = find_damage(path, Mesh())
+    assert fault is not None and str(path) in fault
+
+
+def test_a_file_of_another_run_is_seen(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("one", "other")]
+    for scale, path in enumerate(paths, 1):
+        weights = {name: array * np.float32(scale) for name, array in trained_weights(RECIPE).items()}
+        write_checkpoint(path, RECIPE, weights, b"a tokenizer")
+    name = next(path.name for path in paths[0].glob("model-*"))
+    shutil.copy(paths[1] / name, paths[0] / name)
+    assert find_damage(paths[0], Mesh()) == f"{paths[0] / name}: differs from the manifest (damaged or edited)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -98,3 +99,53 @@ def test_what_is_set_aside_keeps_its_files_and_is_no_checkpoint(whole: Path, tmp
         aside = set_aside(step_directory(tmp_path, 4))
         assert aside.name == name and list_steps(tmp_path) == []
         assert {file.name: file.read_bytes() for file in aside.iterdir()} == before
+
+
+def test_of_a_linked_checkpoint_the_link_goes_and_what_it_leads_to_stays(whole: Path, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(whole, tmp_path, step)
+    elsewhere = tmp_path / "another disk"
+    step_directory(tmp_path, 1).rename(elsewhere)
+    step_directory(tmp_path, 1).symlink_to(elsewhere)
+    before = {file.name: file.read_bytes() for file in elsewhere.iterdir()}
+    remove_old_checkpoints(tmp_path, 1, 1, None)
+    assert sorted(os.listdir(checkpoints_directory(tmp_path))) == ["step-00000003"]
+    assert {file.name: file.read_bytes() for file in elsewhere.iterdir()} == before
+
+
+def test_what_has_no_checkpoints_name_is_left_alone(whole: Path, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(whole, tmp_path, step)
+    foreign = [
+        "best",
+        "step-1",
+        "step-00000001.damaged",
+        "step-00000001-export",
+        "step-00000001\n",
+        f"step-{chr(0x661) * 8}",
+    ]
+    for name in foreign:
+        (checkpoints_directory(tmp_path) / name).mkdir()
+        (checkpoints_directory(tmp_path) / name / "a file").write_text("dear", encoding="utf-8")
+    assert list_steps(tmp_path) == [1, 2, 3]
+    remove_old_checkpoints(tmp_path, 1, 1, None)
+    left = {path.name: os.listdir(path) for path in checkpoints_directory(tmp_path).iterdir()}
+    assert left.pop("step-00000003") and left == dict.fromkeys(foreign, ["a file"])
+
+
+def test_what_has_a_checkpoints_name_is_listed_whatever_it_is(tmp_path: Path) -> None:
+    assert list_steps(tmp_path / "fresh") == []
+    checkpoints_directory(tmp_path).mkdir()
+    step_directory(tmp_path, 1).mkdir()
+    step_directory(tmp_path, 2).write_text("a file", encoding="utf-8")
+    step_directory(tmp_path, 3).symlink_to("nowhere")
+    os.utime(step_directory(tmp_path, 1), (4e9, 4e9))  # times tell nothing: a copy has others
+    assert list_steps(tmp_path) == [1, 2, 3]
+
+
+def test_a_link_that_is_set_aside_takes_no_other_ones_name(tmp_path: Path) -> None:
+    checkpoints_directory(tmp_path).mkdir()
+    for name in ("step-00000004.damaged", "step-00000004.damaged-2"):
+        step_directory(tmp_path, 4).symlink_to("nowhere")
+        assert set_aside(step_directory(tmp_path, 4)).name == name
+    assert sorted(os.listdir(checkpoints_directory(tmp_path))) == ["step-00000004.damaged", "step-00000004.damaged-2"]

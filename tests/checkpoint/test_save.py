@@ -123,7 +123,7 @@ def test_a_fault_that_is_no_oserror_reaches_the_thread_that_waits(run: Run, monk
 
 def test_a_directory_that_cannot_be_made_is_an_error(run: Run) -> None:
     checkpoints_directory(run.output).write_bytes(b"a file in the way")
-    with pytest.raises(RunError, match=r"not saved \(rank 0: (Not a directory|File exists)\)"):
+    with pytest.raises(RunError, match=r"not saved \(rank 0: (Not a directory|File exists): .*\)"):
         run.save(run.saver())
 
 
@@ -214,18 +214,21 @@ def test_a_failed_asynchronous_save_is_an_error_at_the_next(run: Run, monkeypatc
     assert list_steps(run.output) == [STEP + 2]
 
 
+@pytest.mark.parametrize("keep", [1, 2])
 def test_older_checkpoints_are_removed_only_after_a_newer_one_is_complete(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    run: Run, monkeypatch: pytest.MonkeyPatch, keep: int
 ) -> None:
-    saver = run.saver(asynchronous=True, keep=1)
-    run.save(saver)
+    saver = run.saver(asynchronous=True, keep=keep)
+    steps = list(range(STEP, STEP + keep))
+    for step in steps:
+        run.save(saver, step)
     saver.wait()
     gate = Gate(monkeypatch)
-    run.save(saver, step=STEP + 1)
-    assert list_steps(run.output) == [STEP]
+    run.save(saver, STEP + keep)
+    assert list_steps(run.output) == steps
     gate.opened.set()
     saver.wait()
-    assert list_steps(run.output) == [STEP + 1]
+    assert list_steps(run.output) == [*steps[1:], STEP + keep]
 
 
 def test_closing_lets_the_save_in_flight_finish(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,3 +259,41 @@ def test_a_synchronous_save_copies_no_tensor_of_the_host(run: Run) -> None:
 def test_save_checkpoint_returns_when_the_checkpoint_is_there(run: Run) -> None:
     path = save_checkpoint(run.output, STATE, run.optimizer, recipe_for(True), run.tokenizer, Mesh())
     assert open_checkpoint(path).state == STATE
+
+
+def test_leftovers_that_are_no_directories_or_cannot_be_removed_cost_no_save(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    checkpoints = checkpoints_directory(run.output)
+    checkpoints.mkdir()
+    (tmp_path / "another disk").mkdir()
+    (checkpoints / ".step-00000001.removed.tmp").symlink_to(tmp_path / "another disk")
+    (checkpoints / ".step-00000002.replaced.tmp").write_bytes(b"a file")
+    (checkpoints / ".step-00000003.tmp").mkdir()
+    remove = save.remove
+
+    def in_use(path: Path) -> None:
+        if path.name == ".step-00000003.tmp":
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        remove(path)
+
+    monkeypatch.setattr(save, "remove", in_use)
+    path = run.save(run.saver())
+    assert sorted(checkpoints.iterdir()) == [checkpoints / ".step-00000003.tmp", path]
+    assert (tmp_path / "another disk").is_dir()
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_what_stands_in_the_place_of_a_checkpoint_is_replaced(run: Run, kind: str) -> None:
+    checkpoints_directory(run.output).mkdir()
+    place = step_directory(run.output, STEP)
+    place.symlink_to("nowhere") if kind == "link" else place.write_bytes(b"a file")
+    path = run.save(run.saver())
+    assert open_checkpoint(path).state.step == STEP
+    assert list(checkpoints_directory(run.output).iterdir()) == [path]
+
+
+def test_a_file_that_a_save_lacks_is_named(run: Run) -> None:
+    run.tokenizer.unlink()
+    with pytest.raises(RunError, match=rf"not saved \(rank 0: No such file or directory: {run.tokenizer}\)"):
+        run.save(run.saver())

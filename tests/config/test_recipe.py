@@ -167,7 +167,8 @@ def test_numbers_are_read_as_yaml_1_2_does() -> None:
         ),
         (
             "logging.wandb_project=x",
-            "logging.wandb_project=x: has no effect with logging.wandb=off; use offline or online, or remove the key",
+            "logging.wandb_project=x: has no effect with logging.wandb=off; use offline or online, or remove the key; "
+            "as an override, logging.wandb_project=null",
         ),
         (
             "optim.decay_target=",

@@ -133,6 +133,21 @@ def test_a_file_that_became_shorter_is_an_error_and_not_a_signal(tmp_path: Path)
         batches.batch(0)
 
 
+def test_a_read_that_gives_less_than_it_was_asked_for_is_continued(
+    parts: list[Part], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of network file systems may."""
+    expected, preadv = TokenBatches(parts, S, 10, seed=3).batch(1), os.preadv
+
+    def three_bytes(file: int, views: list[memoryview], offset: int) -> int:
+        views[0][:] = bytes(len(views[0]))  # memory that is used again may hold what should be read
+        return preadv(file, [views[0][:3]], offset)
+
+    monkeypatch.setattr(os, "preadv", three_bytes)
+    for one, other in zip(TokenBatches(parts, S, 10, seed=3).batch(1), expected, strict=True):
+        assert np.array_equal(one, other)
+
+
 def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = TokenBatches([Part(written(tmp_path / "set", range(41)))], S, 10, seed=3)
 
@@ -154,7 +169,7 @@ def test_of_a_large_file_chunks_at_equal_distances_are_looked_at(
 ) -> None:
     monkeypatch.setattr("vha_paddle.data.indexed._CHUNK", 4)
     tokens = np.arange(64, dtype=np.uint16) % 10
-    for place, scanned, is_found in ((16, 8, False), (32, 8, True), (62, 8, False), (16, 64, True), (62, 64, True)):
+    for place, scanned, is_found in ((16, 8, False), (32, 8, True), (63, 8, True), (16, 64, True), (63, 64, True)):
         indexed = written(tmp_path / "set", range(64))
         wrong = tokens.copy()
         wrong[place] = 999
@@ -165,6 +180,27 @@ def test_of_a_large_file_chunks_at_equal_distances_are_looked_at(
                 IndexedTokens(tmp_path / "set", vocab_size=100)
         else:
             IndexedTokens(tmp_path / "set", vocab_size=100)
+
+
+def test_a_large_file_that_took_the_place_of_another_has_another_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its manifest stayed, and it is not read through at the start."""
+    monkeypatch.setattr("vha_paddle.data.indexed._CHUNK", 4)
+    tokens = np.arange(64, dtype=np.uint16)
+    whole = written(tmp_path / "set", range(64)).digest
+    for scanned, place, differs in ((8, 33, True), (8, 61, True), (8, 17, False)):
+        monkeypatch.setattr("vha_paddle.data.indexed._MOST_SCANNED", scanned)
+        tokens.tofile(tmp_path / "set.bin")
+        before = IndexedTokens(tmp_path / "set", vocab_size=100).digest
+        other = tokens.copy()
+        other[place] = 0
+        other.tofile(tmp_path / "set.bin")
+        assert before.startswith(f"{whole}+")
+        assert (IndexedTokens(tmp_path / "set", vocab_size=100).digest != before) == differs
+    names, kept = ["a"], [Part(written(tmp_path / "set", range(64)))]
+    now = TokenBatches(kept, S, 10, seed=3).fingerprint
+    assert "a holds other tokens" in difference(now + "+5f", now, names)
 
 
 def test_a_hundred_billion_tokens_take_no_more_memory_than_a_batch(tmp_path: Path) -> None:

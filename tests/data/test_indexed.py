@@ -16,6 +16,7 @@ import pytest
 from vha_paddle.data import indexed, indexed_writer
 from vha_paddle.data.indexed import HEADER, IndexedTokens, write_indexed
 from vha_paddle.data.indexed_writer import Piece, PieceWriter, join_pieces
+from vha_paddle.data.loader import unigram_entropy
 from vha_paddle.errors import UserError
 
 DOCUMENTS = ([5, 6, 7], [8], [9, 999, 0, 4])
@@ -302,6 +303,53 @@ def test_negative_token_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(struct.pack("<2i", 1, -7))
     with pytest.raises(UserError, match="holds token id -7"):
         IndexedTokens(tmp_path / "x", vocab_size=10)
+
+
+def test_tokens_that_are_not_those_of_the_manifest_are_a_user_error(write_tokens: Callable[..., Path]) -> None:
+    """Another set of the same size, or a copy that ended early in a file of the full size."""
+    prefix = write_tokens(*DOCUMENTS)
+    path = prefix.with_suffix(".bin")
+    path.write_bytes(path.read_bytes()[:-2] + b"\0\0")
+    with pytest.raises(
+        UserError, match=r"tokens\.bin has sha256 [0-9a-f]{64}, its manifest names [0-9a-f]{64}; it was"
+    ):
+        IndexedTokens(prefix, vocab_size=1000)
+    prefix.with_suffix(".json").unlink()
+    assert IndexedTokens(prefix, vocab_size=1000).digest == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("wrong", [-1, 2**31 - 1])
+def test_a_token_that_the_first_look_missed_is_met_where_all_are_read(
+    write_tokens: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, wrong: int
+) -> None:
+    """Counting how often each token occurs would take as many counters as its number says."""
+    monkeypatch.setattr(indexed, "_CHUNK", 4)
+    monkeypatch.setattr(indexed, "_MOST_SCANNED", 8)
+    prefix = write_tokens(range(64), vocab_size=70_000)
+    tokens = np.fromfile(prefix.with_suffix(".bin"), np.int32)
+    tokens[6] = wrong
+    tokens.tofile(prefix.with_suffix(".bin"))
+    dataset = IndexedTokens(prefix, vocab_size=70_000)
+    with pytest.raises(UserError, match=f"holds token id {wrong}, which is not in"):
+        unigram_entropy(dataset)
+
+
+def test_a_disk_that_fails_at_the_start_is_a_user_error(
+    write_tokens: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = IndexedTokens(write_tokens(*DOCUMENTS), vocab_size=1000)
+
+    class Failing(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as context:
+        context.setattr("builtins.open", lambda *_: Failing())
+        with pytest.raises(UserError, match=r"tokens\.bin: cannot be read \(Input/output error\)"):
+            list(dataset.chunks())
+    dataset.bin_path.write_bytes(b"\0")
+    with pytest.raises(UserError, match=r"tokens\.bin: became shorter while it was read"):
+        list(dataset.chunks())
 
 
 def test_another_tokenizer_is_a_user_error(write_tokens: Callable[..., Path]) -> None:

@@ -7,37 +7,8 @@ import math
 import numpy as np
 import pytest
 
+from tests.oracles.stream import WORD, place
 from vha_paddle.data.shuffle import shuffled
-
-WORD = 1 << 64
-
-
-def splitmix64(x: int) -> int:
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % WORD
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % WORD
-    return x ^ (x >> 31)
-
-
-def in_whole_numbers(position: int, size: int, key: tuple[int, ...]) -> int:
-    """The same shuffle, of one position and in Python's integers."""
-    rows = math.ceil(math.sqrt(size))
-    columns = math.ceil(size / rows)
-    state, round_keys = 0, []
-    for part in key:
-        state = splitmix64(((state ^ part) + 0x9E3779B97F4A7C15) % WORD)
-    for _ in range(8):
-        state = splitmix64((state + 0x9E3779B97F4A7C15) % WORD)
-        round_keys.append(state)
-    while True:
-        row, column = divmod(position, columns)
-        for number, round_key in enumerate(round_keys):
-            if number % 2:
-                column = (column + splitmix64((row + round_key) % WORD)) % columns
-            else:
-                row = (row + splitmix64((column + round_key) % WORD)) % rows
-        position = row * columns + column
-        if position < size:
-            return position
 
 
 @pytest.mark.parametrize("size", [*range(1, 30), 100, 101, 997, 10_000])
@@ -49,7 +20,7 @@ def test_every_position_has_a_place_of_its_own(size: int) -> None:
 @pytest.mark.parametrize("key", [(0,), (1, 2, 3), (WORD - 1, 0, 5)])
 def test_places_are_those_of_the_description(size: int, key: tuple[int, ...]) -> None:
     positions = np.unique(np.linspace(0, size - 1, 9).astype(np.int64))
-    assert shuffled(positions, size, *key).tolist() == [in_whole_numbers(int(p), size, key) for p in positions]
+    assert shuffled(positions, size, *key).tolist() == [place(int(p), size, key) for p in positions]
 
 
 def test_a_position_goes_to_the_same_place_alone_and_among_others() -> None:
@@ -79,3 +50,24 @@ def test_neighbours_are_torn_apart_and_epochs_are_unrelated() -> None:
     assert np.abs(np.diff(first)).mean() == pytest.approx(size / 3, rel=0.05)  # as of independent uniform numbers
     for one, other in ((first, np.arange(size)), (first, second), (first[1:], first[:-1])):
         assert abs(np.corrcoef(one, other)[0, 1]) < 0.04
+
+
+def chi_squared(pairs: np.ndarray, size: int) -> float:
+    """How far the counts of pairs `[n, 2]` of places are from even ones, in standard deviations of that distance."""
+    counts = np.bincount(pairs[:, 0] * size + pairs[:, 1], minlength=size * size)
+    is_possible = counts >= 0 if (pairs[:, 0] == pairs[:, 1]).any() else ~np.eye(size, dtype=bool).ravel()
+    expected, freedom = len(pairs) / is_possible.sum(), is_possible.sum() - 1
+    distance = ((counts[is_possible] - expected) ** 2 / expected).sum()
+    return float((distance - freedom) / math.sqrt(2 * freedom))
+
+
+@pytest.mark.parametrize("size", [7, 16])
+def test_pairs_of_places_come_equally_often(size: int) -> None:
+    """Of two positions in one order, and of one position under neighbouring seeds and in neighbouring epochs."""
+    orders = np.array([[shuffled(np.arange(size), size, seed, epoch, 0) for epoch in (0, 1)] for seed in range(2000)])
+    first, second = orders[:, 0], orders[:, 1]
+    for position in (0, size // 2, size - 1):
+        other = (position + 1) % size
+        assert chi_squared(first[:, [position, other]], size) < 4, "two positions"
+        assert chi_squared(np.stack([first[:-1, position], first[1:, position]], 1), size) < 4, "seeds"
+        assert chi_squared(np.stack([first[:, position], second[:, position]], 1), size) < 4, "epochs"

@@ -37,6 +37,17 @@ def main() -> None:
                 result = train_step(*arguments, **named)
                 step.accumulate_gradients = accumulate
                 return result
+            if WHAT == "has_no_gradient":  # of a gain, which every tensor rank computes for itself
+
+                def spoiled(model: Any, *rest: Any) -> float:
+                    loss = accumulate(model, *rest)
+                    model.norm.weight.grad.scale_(float("nan"))
+                    return loss
+
+                step.accumulate_gradients = spoiled
+                result = train_step(*arguments, **named)
+                step.accumulate_gradients = accumulate
+                return result
             if WHAT == "lacks_memory":
                 paddle.empty([1 << 46])
             raise ZeroDivisionError("a bug")

@@ -18,6 +18,7 @@ from tests.distributed.kills import victims
 from vha_paddle.config import load_recipe
 from vha_paddle.errors import run_tool
 from vha_paddle.host import prepare_process
+from vha_paddle.train.interrupt import end_with_launcher
 
 
 def strike(number: int, who: str, seconds: float) -> None:
@@ -27,6 +28,7 @@ def strike(number: int, who: str, seconds: float) -> None:
 
 
 def main() -> None:
+    end_with_launcher()
     prepare_process()
     from vha_paddle.train.phases import Phases
     from vha_paddle.train.run import run

@@ -64,12 +64,15 @@ def test_a_misfortune_ends_the_job_and_is_named(
     assert re.search(message, output), output[-3000:]
 
 
-def test_a_loss_that_one_rank_finds_to_be_no_number_is_skipped_by_all(make_recipe: MakeRecipe, tmp_path: Path) -> None:
-    code, output = launch(make_recipe, tmp_path, 1, "finds_no_number")
+@pytest.mark.parametrize(("what", "loss"), [("finds_no_number", "nan"), ("has_no_gradient", r"[\d.]+")])
+def test_what_one_rank_alone_finds_to_be_no_number_is_skipped_by_all(
+    make_recipe: MakeRecipe, tmp_path: Path, what: str, loss: str
+) -> None:
+    code, output = launch(make_recipe, tmp_path, 1, what)
     assert code == 0, output[-3000:]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "skipped" in line] == [4]
-    assert lines[3]["skipped"].startswith("loss nan and")
+    assert re.match(rf"loss {loss} and gradient norm .*: not finite", lines[3]["skipped"])
     assert "step 6: ranks agree on every parameter" in output
 
 

@@ -73,6 +73,16 @@ def test_logits_losses_and_gradients_are_those_of_the_documents_alone(case: Case
         assert_close(gradients(packed)[name], gradient, FLOAT64, name)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_microbatch_has_the_starts_of_its_own_rows_and_positions(rank: int) -> None:
+    tokens_BS = np.random.default_rng(0).integers(0, 4, (6, 8))
+    mesh = Mesh(context_rank=rank, context_degree=2)
+    positions = [0, 1, 6, 7] if rank == 0 else [2, 3, 4, 5]
+    starts = [microbatch.starts_BS for microbatch in microbatches_of(tokens_BS, tokens_BS, 0, 2, mesh, eod_id=0)]
+    expected = [[max([0, *np.flatnonzero(row[:position] == 0) + 1]) for position in positions] for row in tokens_BS]
+    assert np.array_equal(np.stack(starts), np.reshape(expected, (3, 2, 4)))
+
+
 @pytest.mark.parametrize("case", PACKED, ids=lambda case: case.name)
 def test_documents_do_attend_to_each_other_without_a_mask(case: Case) -> None:
     tokens_BS, labels_BS = next(batches(case))

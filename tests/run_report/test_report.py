@@ -80,6 +80,7 @@ def test_a_value_between_records_lies_on_their_line_and_none_is_invented_outside
     assert value_at(curve, 15) == 3.0
     assert value_at(curve, 9.9) is None
     assert value_at(curve, 20.1) is None
+    assert value_at((np.array([10.0, 20.0, 100.0]), np.array([4.0, 2.0, 1.0])), 60) == 1.5
 
 
 def test_losses_at_equal_tokens_and_equal_flops(tmp_path: Path) -> None:
@@ -98,6 +99,7 @@ def test_losses_at_equal_tokens_and_equal_flops(tmp_path: Path) -> None:
     assert first["loss_equal_flops"]["mean"] == pytest.approx(10 - budget / vha.flops_per_token / STEP)
     assert second["loss_equal_flops"]["mean"] == pytest.approx(20 - 2 * budget / gqa.flops_per_token / STEP)
     assert vha.flops_per_token != gqa.flops_per_token
+    assert comparison(groups_of([gqa, vha]), window=0)["groups"] == [second, first]
 
 
 def test_seeds_of_one_model_are_a_group_with_mean_and_deviation(tmp_path: Path) -> None:
@@ -117,6 +119,21 @@ def test_seeds_of_one_model_are_a_group_with_mean_and_deviation(tmp_path: Path) 
 def test_another_learning_rate_is_another_model(tmp_path: Path) -> None:
     runs = [read_run(a_run(tmp_path, "a", [1.0])), read_run(a_run(tmp_path, "b", [1.0], "optim.lr=1e-3"))]
     assert [group.name for group in groups_of(runs)] == ["a", "b"]
+
+
+def test_groups_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "fast").mkdir()
+    slow, fast = a_run(tmp_path / "slow", "a", [1.0]), a_run(tmp_path / "fast", "a", [1.0], "optim.lr=1e-3")
+    assert [group.name for group in groups_of([read_run(slow), read_run(fast)])] == [f"a ({slow})", f"a ({fast})"]
+
+
+def test_a_seed_that_is_there_twice_is_warned_of(tmp_path: Path) -> None:
+    runs = [read_run(a_run(tmp_path, name, [1.0, 0.9], seed=seed)) for name, seed in (("a", 1), ("b", 2), ("c", 1))]
+    pages = []
+    for groups in (groups_of(runs[:2]), groups_of(runs)):
+        pages.append(page(comparison(groups, 0), groups, []))
+    assert ["A seed is there more than once" in html for html in pages] == [False, True]
 
 
 def test_a_mean_is_not_taken_over_fewer_seeds_than_there_are(tmp_path: Path) -> None:
@@ -153,6 +170,11 @@ def test_a_run_that_recorded_no_time_is_compared_all_the_same(tmp_path: Path) ->
     assert "Where the time goes" not in page(comparison(groups[:1], 0), groups[:1], figures(groups[:1], 0))
 
 
+def test_a_run_that_was_evaluated_early_alone_is_drawn(tmp_path: Path) -> None:
+    groups = groups_of([read_run(a_run(tmp_path, "a", [5.0] * 30, val={1: 5.0}))])
+    assert "Validation loss over tokens" in page(comparison(groups, 0), groups, figures(groups, 0))
+
+
 def test_maps_are_drawn_by_their_means(tmp_path: Path) -> None:
     path = a_run(tmp_path, "a", [2.0, 1.0])
     maps = {"layer": [0, 1], "premix_distance": [[1.0, 2.0], [3.0, 6.0]], "postmix_distance": [None, 0.5]}
@@ -185,11 +207,41 @@ def test_a_line_that_is_still_being_written_is_left_out(tmp_path: Path) -> None:
     assert read_run(path).tokens == 2 * STEP
 
 
-@pytest.mark.parametrize("line", ["{}", "[]", "null", "5", "{", '{"step": 1, "tokens": "9", "loss": 1}', "[" * 100_000])
-def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
-    path = a_run(tmp_path, "a", [2.0])
+def test_numbers_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
+    """Python's JSON reads them, though no run of ours writes them."""
+    path = a_run(tmp_path, "a", [2.0, 1.0])
     with open(path / "metrics.jsonl", "a") as file:
-        file.write(line + "\n")
+        file.write('{"step": 3, "tokens": 3000, "loss": 0.5, "lr": NaN, "mfu": 1e999}\n')
+        file.write('{"step": 4, "tokens": 4000, "loss": NaN, "skipped": "loss nan", "grad_norm": -Infinity}\n')
+    run = read_run(path)
+    assert {key: len(run.curves[key][1]) for key in ("loss", "lr", "mfu", "grad_norm")} == {
+        "loss": 3,
+        "lr": 2,
+        "mfu": 2,
+        "grad_norm": 2,
+    }
+    assert run.tokens == 3 * STEP
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"{}",
+        b"[]",
+        b"null",
+        b"5",
+        b"{",
+        b'{"step": 1, "tokens": "9", "loss": 1}',
+        b'{"step": 2, "tokens": 0, "loss": 1}',
+        b'{"step": 2, "tokens": 2000, "loss": NaN}',
+        b"\xff\xfe\0",
+        b"[" * 100_000,
+    ],
+)
+def test_a_broken_line_is_named(tmp_path: Path, line: bytes) -> None:
+    path = a_run(tmp_path, "a", [2.0])
+    with open(path / "metrics.jsonl", "ab") as file:
+        file.write(line + b"\n")
     with pytest.raises(UserError, match=r"metrics.jsonl: line 2 is no record of a step; remove the line"):
         read_run(path)
 
@@ -202,6 +254,22 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
 def test_a_run_without_a_step_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="records no step yet"):
         read_run(a_run(tmp_path, "a", []))
+
+
+def test_a_run_of_which_no_loss_is_a_number_is_refused(tmp_path: Path) -> None:
+    path = a_run(tmp_path, "a", [2.0, 1.0])
+    change(path, lambda record: record | {"loss": None, "skipped": "loss nan"})
+    with pytest.raises(UserError, match="has no step with a finite loss"):
+        read_run(path)
+
+
+@pytest.mark.parametrize("again", [[3], [1, 2]])  # the last line twice, two runs in one file
+def test_records_that_do_not_follow_each_other_are_refused(tmp_path: Path, again: list[int]) -> None:
+    path = a_run(tmp_path, "a", [3.0, 2.0, 1.0])
+    lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (path / "metrics.jsonl").write_text("".join([*lines, *(lines[step - 1] for step in again)]))
+    with pytest.raises(UserError, match=f"line 4 has {again[0] * STEP} tokens, and a record before it 3000; each step"):
+        read_run(path)
 
 
 def the_page(directory: Path) -> str:
@@ -242,6 +310,18 @@ def test_the_page_is_well_formed_complete_and_the_same_each_time(tmp_path: Path)
     assert "<script" not in html and "src=" not in html
 
 
+def test_what_is_not_ours_in_a_recipe_is_text_in_the_page(tmp_path: Path) -> None:
+    (tmp_path / "<i>").mkdir()
+    evil = "<script>alert(1)</script>"
+    runs = [
+        read_run(a_run(tmp_path, "a", [2.0])),
+        read_run(a_run(tmp_path / "<i>", "a", [2.0], f"data.tokenizer={evil}.model")),
+    ]
+    html = page(comparison(groups_of(runs), 0), groups_of(runs), figures(groups_of(runs), 0))
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;.model" in html
+    assert "<script" not in html and "<i>" not in html
+
+
 def test_the_least_loss_is_marked(tmp_path: Path) -> None:
     html = the_page(tmp_path)
     assert '<td class="best">1.2500</td>' in html
@@ -275,6 +355,12 @@ def test_the_tool_writes_the_page_and_prints_the_table(tmp_path: Path) -> None:
 
 
 def test_a_mistake_is_one_line(tmp_path: Path) -> None:
-    result = run_tool(str(tmp_path), "--json")
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.count("\n") == 1
+    run = str(a_run(tmp_path, "vha", [3.0, 2.0]))
+    for arguments, said in (
+        ([str(tmp_path), "--json"], "no run, which has"),
+        ([run, f"{run}/../vha", "--json"], "was given twice"),
+        ([run, "--out", "/dev/stdout"], "is there and is no file"),  # a page would take its place
+    ):
+        result = run_tool(*arguments)
+        assert (result.returncode, result.stdout) == (2, "")
+        assert said in result.stderr and result.stderr.count("\n") == 1

@@ -157,3 +157,30 @@ def test_changed_keys_are_named_with_both_values(make_recipe: MakeRecipe) -> Non
     before, after = make_recipe(), make_recipe(parallel__tensor=2)
     assert changed_keys(before, before) == []
     assert changed_keys(before, after) == ["parallel.tensor 1 -> 2"]
+
+
+JUDGED = {
+    "data.document_mask",
+    "optim.lr",
+    "optim.beta1",
+    "optim.beta2",
+    "optim.eps",
+    "optim.weight_decay",
+    "optim.decay_target",
+    "optim.max_grad_norm",
+    "precision.fp8",
+    "failure.spike_sigmas",
+}
+"""Keys that change what is trained, and that a command may allow all the same."""
+
+
+def test_of_every_key_of_the_schema_it_is_settled_what_a_change_means() -> None:
+    """A new key must be put somewhere."""
+    keys = set()
+    for section, field in Schema.model_fields.items():
+        inner = getattr(field.annotation, "model_fields", None)  # a schedule is one of several sections
+        keys |= {section} if inner is None else {f"{section}.{key}" for key in inner}
+    places = [*FREE, *FIXED, *JUDGED, "schedule"]  # of a schedule its past decides
+    for key in sorted(keys):
+        assert len([place for place in places if f"{key}.".startswith(f"{place}.")]) == 1, key
+    assert {place for place in places if not any(f"{key}.".startswith(f"{place}.") for key in keys)} == set()

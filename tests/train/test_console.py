@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.train.conftest import NUM_STEPS, MakeRecipe
-from vha_paddle.checkpoint.layout import step_directory
+from tests.train.conftest import NUM_STEPS, MakeRecipe, write_recipe
+from vha_paddle.checkpoint.layout import list_steps, step_directory
 from vha_paddle.config import Recipe
 from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.train.console import duration, summary
@@ -18,6 +21,7 @@ from vha_paddle.train.metrics import RunLog
 from vha_paddle.train.trainer import RunData, Trainer
 from vha_paddle.train.usage import Peaks
 
+ROOT = Path(__file__).resolve().parents[2]
 SECONDS = {"data": 0.5, "forward": 40.0, "backward": 50.0, "checkpoint": 9.5}
 
 
@@ -80,3 +84,40 @@ def test_the_save_after_the_last_record_counts_in_the_summary(
     log.summarize({"checkpoint": 3.0}, tmp_path / "step-00000001")
     log.close()
     assert "time: checkpoint 75%, forward 25%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("console", ["no reader", "full disk"])
+def test_a_console_that_takes_nothing_costs_neither_the_run_nor_its_exit_code(
+    make_recipe: MakeRecipe, tmp_path: Path, console: str
+) -> None:
+    recipe = make_recipe()
+    path = write_recipe(recipe, tmp_path / "recipe.yaml")
+    reading, writing = os.pipe()
+    os.close(reading)
+    full = os.open("/dev/full", os.O_WRONLY)
+    output = writing if console == "no reader" else full
+    command = [sys.executable, str(ROOT / "tools/train.py"), str(path)]
+    try:
+        assert subprocess.run(command, stdout=output, stderr=output, timeout=300, check=False).returncode == 0
+    finally:
+        os.close(writing)
+        os.close(full)
+    assert list_steps(Path(recipe.run.output)) == [3, NUM_STEPS]
+
+
+def test_what_a_console_takes_arrives_at_once_and_whole(tmp_path: Path) -> None:
+    code = (
+        "import sys, os; from vha_paddle.train.console import outlive_console; print('before'); outlive_console(); "
+        "print('ä' * 20000); print('a line', file=sys.stderr); assert not sys.stdout.isatty(); os._exit(7)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (7, b"a line\n")
+    assert result.stdout.decode() == f"before\n{'ä' * 20000}\n"
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_a_stream_that_was_closed_before_stays_so(closed: str) -> None:
+    code = "from vha_paddle.train.console import outlive_console; outlive_console(); print('a line')"
+    command = f"exec {sys.executable} -c {code!r} {closed}".replace("'a line'", "str(1)")
+    result = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,46 @@ def test_a_forged_manifest_does_not_let_a_token_past_the_start(make_recipe: Make
     tokens.tofile(f"{sets['code']}.bin")
     with pytest.raises(UserError, match=r"code\.bin holds token id 320, which is not in \[0, vocab_size=320\)"):
         RunData(make_recipe(data__train=blend(sets, web=1, code=1)))
+
+
+def test_a_set_that_is_there_twice_under_two_names_is_refused(make_recipe: MakeRecipe, sets: Sets) -> None:
+    sets["link"] = sets["web"].with_name("link")
+    for suffix in (".bin", ".idx", ".json"):
+        Path(f"{sets['link']}{suffix}").symlink_to(f"{sets['web']}{suffix}")
+    recipe = make_recipe(data__train=blend(sets, web=1, link=2))
+    with pytest.raises(UserError, match=r"data\.train: .*link holds the same tokens as .*web; name one of them"):
+        RunData(recipe)
+    recipe = make_recipe(data__train=blend(sets, web=1, code=1), data__validation={"held_out": str(sets["link"])})
+    with pytest.raises(
+        UserError, match=r"data\.validation: .*link holds the same tokens as the training set .*web, so"
+    ):
+        RunData(recipe)
+
+
+@dataclass(frozen=True)
+class Ranks(Mesh):
+    """The main rank of a mesh whose others have given values."""
+
+    others: tuple[object, ...] = ()
+
+    def objects(self, value: object) -> list[object]:
+        return [value, *self.others]
+
+
+def test_ranks_with_other_data_are_named(make_recipe: MakeRecipe, sets: Sets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On machines with copies of their own, of which one is an old one."""
+    validation = {"held_out": str(sets["endless"])}
+    recipe = make_recipe(data__train=blend(sets, web=1, code=1), data__validation=validation)
+    data = RunData(recipe)
+    seen = data.batches.fingerprint, {"held_out": data.validation["held_out"].windows.digest}
+    data.check_ranks(Ranks(others=(seen, seen)))
+    old = data.batches.fingerprint.replace("1*", "2*", 1), seen[1]
+    with pytest.raises(UserError, match=r"data\.train: .*web had weight 1 and has 2; rank 2 must have what rank 0 has"):
+        data.check_ranks(Ranks(others=(seen, old)))
+    with pytest.raises(UserError, match=r"data\.validation: held_out holds other tokens; rank 1 must have"):
+        data.check_ranks(Ranks(others=((seen[0], {"held_out": "5f"}),)))
+    with pytest.raises(UserError, match="rank 1 must have what rank 0 has"):
+        Trainer(recipe, data, Ranks(others=(old,)))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.train.conftest import NUM_STEPS, MakeRecipe
+from tests.train.conftest import MEASURED, NUM_STEPS, MakeRecipe
+from tests.train.test_changes import WSD as LONG_WSD
+from tests.train.test_experts import MIXTURE
 from vha_paddle.checkpoint.layout import (
     MANIFEST_FILE,
     open_checkpoint,
@@ -194,3 +198,86 @@ def test_changed_keys_are_named_with_both_values(make_recipe: MakeRecipe) -> Non
     before, after = make_recipe(), make_recipe(parallel__tensor=2)
     assert changed_keys(before, before) == []
     assert changed_keys(before, after) == ["parallel.tensor 1 -> 2"]
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_what_only_has_a_checkpoints_name_is_passed_over_and_said(
+    make_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """A file, or a link to a disk that is not mounted: not seen, the run would go back without a word."""
+    recipe = make_recipe()
+    fit(recipe)
+    newest = step_directory(Path(recipe.run.output), NUM_STEPS)
+    shutil.rmtree(newest)
+    newest.symlink_to("nowhere") if kind == "link" else newest.write_text("a file", encoding="utf-8")
+    capsys.readouterr()
+    fit(recipe)
+    said = capsys.readouterr().out
+    assert f"{newest}/manifest.json: cannot be read" in said and "kept as step-00000006.damaged" in said
+    assert open_checkpoint(newest).state.step == NUM_STEPS
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_run_whose_checkpoints_cannot_be_reached_does_not_begin_anew(make_recipe: MakeRecipe, kind: str) -> None:
+    recipe = make_recipe()
+    fit(recipe)
+    directory = Path(recipe.run.output) / "checkpoints"
+    directory.rename(directory.with_name("moved"))
+    directory.symlink_to("nowhere") if kind == "link" else directory.write_text("a file", encoding="utf-8")
+    before = files(recipe)
+    with pytest.raises(UserError, match=r"run/checkpoints: cannot be read \((No such file|Not a directory).*mount"):
+        fit(recipe)
+    assert files(recipe) == before
+
+
+def test_steps_without_a_record_are_counted(make_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = make_recipe()
+    fit(recipe)
+    shutil.rmtree(step_directory(Path(recipe.run.output), NUM_STEPS))
+    metrics = Path(recipe.run.output) / "metrics.jsonl"
+    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+    metrics.write_text("".join([lines[0], *lines[2:]]), encoding="utf-8")
+    capsys.readouterr()
+    fit(recipe)
+    assert "warning: metrics.jsonl: of the steps up to 3, 1 have no record" in capsys.readouterr().out
+    assert [json.loads(line)["step"] for line in metrics.read_text(encoding="utf-8").splitlines()] == [1, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("line", [b"\xff\xfe\x00", b'{"step": Infinity}', b"[" * 100_000, b"\x00" * 40])
+def test_what_is_no_record_is_named_by_its_line(make_recipe: MakeRecipe, line: bytes) -> None:
+    recipe = make_recipe()
+    fit(recipe)
+    shutil.rmtree(step_directory(Path(recipe.run.output), NUM_STEPS))
+    with open(Path(recipe.run.output) / "metrics.jsonl", "ab") as file:
+        file.write(line + b"\n")
+    with pytest.raises(UserError, match=r"metrics.jsonl: line 7 is no record of a step; remove the line"):
+        fit(recipe)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "dropout, accumulation, clipping": {
+        "model__hidden_dropout": 0.2,
+        "data__micro_batch_size": 1,
+        "optim__max_grad_norm": 0.1,
+    },
+    "experts, behind training": MIXTURE | {"checkpoint__asynchronous": True},
+    "wsd, documents": {"schedule": LONG_WSD | {"total_tokens": NUM_STEPS * 64}, "data__document_mask": True},
+}
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_a_run_continued_after_any_step_is_bit_equal(make_recipe: MakeRecipe, changes: dict[str, Any]) -> None:
+    recipe = make_recipe(**{"checkpoint__interval": 1, "checkpoint__keep": 9} | changes)
+
+    def results() -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+        found = files(recipe)
+        records = [json.loads(line) for line in found.pop("metrics.jsonl").splitlines()]
+        return [{k: v for k, v in record.items() if k not in MEASURED} for record in records], found
+
+    fit(recipe)
+    unbroken = results()
+    for last in range(1, NUM_STEPS):
+        for step in range(last + 1, NUM_STEPS + 1):
+            shutil.rmtree(step_directory(Path(recipe.run.output), step))
+        fit(recipe)
+        assert results() == unbroken, f"from step {last}"

@@ -55,7 +55,7 @@ def keys(record: dict[str, Any]) -> set[str]:
 @pytest.fixture
 def found(make_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dataset: Path) -> list[Any]:
     """Records of a dense run with all that can be asked for and a skipped step, of a mixture, and of a pipeline."""
-    validation = {"web": str(dataset / "validation"), "code": str(dataset / "train")}
+    validation = {"web": str(dataset / "validation"), "code": str(dataset / "validation")}
     dense = make_recipe(data__validation=validation, logging__maps_interval=2)
     pipeline = make_recipe(run__output=str(tmp_path / "pipeline"), parallel__pipeline=2)
     run_ranks(TRAINING_WORKER, 2, [str(write_recipe(pipeline, tmp_path / "recipe.yaml"))])

@@ -21,6 +21,7 @@ from vha_paddle.checkpoint.layout import step_directory
 from vha_paddle.config import Recipe
 from vha_paddle.maps import means_of
 from vha_paddle.parallel.mesh import Mesh
+from vha_paddle.train.phases import Phases
 from vha_paddle.train.trackers import VISUALDL_FILE, WANDB_ID_FILE, curves_of, cut_after
 from vha_paddle.train.trainer import RunData, Trainer
 
@@ -205,6 +206,33 @@ def test_a_failing_visualdl_never_stops_training(
     train(recipe)
     assert len(records(recipe)) == NUM_STEPS
     assert capsys.readouterr().err.count("VisualDL failed (tracker is down)") == 1
+
+
+def test_a_run_that_fails_does_not_wait_for_trackers(make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks would: the error is told to them when this one ends. What was logged is on disk."""
+    run = types.SimpleNamespace(log=works, finish=lambda: pytest.fail("waits for an upload"))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: run))
+    recipe = make_recipe(logging__wandb="online", logging__wandb_project="test", logging__visualdl=True)
+
+    def look() -> bool:
+        if len(records(recipe)) == ENDED:
+            raise ZeroDivisionError("a bug")
+        return False
+
+    with pytest.raises(ZeroDivisionError):
+        Trainer(recipe, RunData(recipe), Mesh()).fit(look)
+    assert list(visualdl_scalars(recipe)["loss"]) == [1, 2, 3, 4]
+
+
+def test_trackers_finish_in_a_phase_of_their_own(make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload may take longer than any phase before, and is no hang."""
+    told: list[str] = []
+    run = types.SimpleNamespace(log=works, finish=lambda: told.append("finish"))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: run))
+    recipe = make_recipe(logging__wandb="online", logging__wandb_project="test")
+    phases = Phases(lambda step, phase: told.append(phase))
+    Trainer(recipe, RunData(recipe), Mesh(), phases).fit()
+    assert told[-3:] == ["checkpoint", "end", "finish"]
 
 
 def broken(*_: Any, **__: Any) -> None:

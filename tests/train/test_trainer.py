@@ -212,7 +212,7 @@ def test_a_run_that_is_not_the_checkpoints_is_refused(
 
 def test_a_run_on_other_data_is_refused(make_recipe: MakeRecipe, dataset: Path) -> None:
     train(make_recipe())
-    changed = make_recipe(data__train=str(dataset / "validation"))
+    changed = make_recipe(data__train=str(dataset / "validation"), data__validation=str(dataset / "train"))
     with pytest.raises(UserError, match="was trained on other data"):
         Trainer(changed, RunData(changed), Mesh())
 

@@ -49,7 +49,7 @@ TENSOR_METADATA = {"format": "vha_paddle", "linear_layout": "in_out", "head_orde
 
 Content = Literal["model", "optimizer", "router"]
 
-_STEP_DIRECTORY = re.compile(r"^step-(\d{8})$")
+_STEP_DIRECTORY = re.compile(r"step-([0-9]{8})")
 _TENSOR_FILE = re.compile(r"(model|optimizer|router)-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
 _CHUNK_BYTES = 256 << 10
 _MAX_DIGEST_THREADS = 8
@@ -151,11 +151,22 @@ def step_directory(output: Path, step: int) -> Path:
 
 
 def list_steps(output: Path) -> list[int]:
-    """Steps of the finished checkpoints of a run, oldest first; temporary directories are not among them."""
+    """Steps of the finished checkpoints of a run, oldest first; temporary directories are not among them.
+
+    What has a checkpoint's name is one, if perhaps a damaged one: a file, or a link to a disk that is not there.
+
+    Raises:
+        UserError: there is something that cannot be looked into, which must not pass for a fresh directory.
+    """
     directory = checkpoints_directory(output)
-    if not directory.is_dir():
+    if not os.path.lexists(directory):
         return []
-    matches = (_STEP_DIRECTORY.match(entry.name) for entry in directory.iterdir() if entry.is_dir())
+    try:
+        matches = [_STEP_DIRECTORY.fullmatch(name) for name in os.listdir(directory)]
+    except OSError as error:
+        raise UserError(
+            f"{directory}: cannot be read ({error.strerror}); restore it, or mount the disk that it is on"
+        ) from None
     return sorted(int(match[1]) for match in matches if match)
 
 
@@ -227,7 +238,7 @@ def _read(path: Path, files: Mapping[str, FileRecord]) -> Checkpoint:
         state = _RUN_STATE.validate_json(json.dumps(read_json(path / STATE_FILE)))
     except ValidationError:
         raise UserError(f"{path / STATE_FILE}: not the state this version writes; use the version that did") from None
-    named = _STEP_DIRECTORY.match(path.name)
+    named = _STEP_DIRECTORY.fullmatch(path.name)
     if named and int(named[1]) != state.step:
         raise UserError(f"{path}: holds step {state.step}; rename it to {step_directory(Path(), state.step).name}")
     return Checkpoint(path, load_recipe(path / RECIPE_FILE), state, files)

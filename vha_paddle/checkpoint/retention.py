@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from pathlib import Path
 
 from vha_paddle.checkpoint.layout import list_steps, open_without_digests, step_directory
 from vha_paddle.errors import UserError
+from vha_paddle.files import remove
 
 
 def remove_old_checkpoints(output: Path, keep: int, tokens_per_step: int, every_tokens: int | None) -> None:
@@ -29,7 +29,7 @@ def remove_old_checkpoints(output: Path, keep: int, tokens_per_step: int, every_
         hidden = directory.with_name(f".{directory.name}.removed.tmp")  # one half removed must not look whole
         with contextlib.suppress(OSError):  # tried again after the next save
             os.replace(directory, hidden)
-            shutil.rmtree(hidden)
+            remove(hidden)
 
 
 def first_of_each(steps: list[int], tokens_per_step: int, every_tokens: int) -> list[int]:
@@ -58,7 +58,7 @@ def set_aside(directory: Path) -> Path:
         OSError: it cannot be renamed.
     """
     number, aside = 1, directory.with_name(f"{directory.name}.damaged")
-    while aside.exists():
+    while os.path.lexists(aside):
         number += 1
         aside = directory.with_name(f"{directory.name}.damaged-{number}")
     os.replace(directory, aside)

@@ -6,6 +6,7 @@ while the next step computes its gradients: only the update, which changes them,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import shutil
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ from vha_paddle.checkpoint.retention import remove_old_checkpoints
 from vha_paddle.checkpoint.writing import CommonFiles, OwnTensor, Writing, reason
 from vha_paddle.config import Recipe
 from vha_paddle.errors import RunError
+from vha_paddle.files import remove
 from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.parallel.ownership import answered_for
 from vha_paddle.parallel.placement import info_of
@@ -136,7 +138,8 @@ class CheckpointSaver:
         try:
             if self.mesh.is_main:
                 for stale in checkpoints_directory(self.output).glob(".step-*.tmp"):
-                    shutil.rmtree(stale)
+                    with contextlib.suppress(OSError):  # only the one in the way must go
+                        remove(stale)
                 temporary.mkdir(parents=True)
         except OSError as caught:
             error = caught

@@ -36,7 +36,7 @@ from vha_paddle.checkpoint.logical import Cut, cuts_metadata
 from vha_paddle.config import Recipe, recipe_to_yaml
 from vha_paddle.data.tokenizer_files import stored_name, tokenizer_files
 from vha_paddle.errors import RunError
-from vha_paddle.files import atomic_write, fsync_directory
+from vha_paddle.files import atomic_write, fsync_directory, remove
 from vha_paddle.tensor_file import FileRecord, TensorSpec, write_tensors
 
 MARKER_SECONDS = 1800.0  # that rank 0 waits for the slowest rank after its own files are written
@@ -203,16 +203,19 @@ def write_common(directory: Path, common: CommonFiles) -> dict[str, FileRecord]:
 def put_in_place(temporary: Path, final: Path) -> None:
     """Give a complete checkpoint its name. One of the same step is replaced: the run was resumed before it."""
     replaced = final.with_name(f".{final.name}.replaced.tmp")
-    if final.exists():
+    if os.path.lexists(final):
         os.replace(final, replaced)
     os.replace(temporary, final)
     fsync_directory(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    with contextlib.suppress(OSError):  # there was none, or the next save removes it
+        remove(replaced)
 
 
 def reason(error: Exception) -> str:
-    """An error in a few words."""
-    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    """An error in a few words, with the file that it is about where one is known."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
+    return str(error) or type(error).__name__
 
 
 def _marker(directory: Path, rank: int) -> Path:

@@ -285,7 +285,7 @@ def _check_logging(recipe: Recipe) -> None:
     if logging.wandb == "off" and logging.wandb_project is not None:
         raise UserError(
             f"logging.wandb_project={logging.wandb_project}: has no effect with logging.wandb=off; "
-            "use offline or online, or remove the key"
+            "use offline or online, or remove the key; as an override, logging.wandb_project=null"
         )
 
 

@@ -5,8 +5,9 @@ Writing one is `write_indexed`, which stands in `indexed_writer.py`.
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from vha_paddle.errors import UserError
 
 __all__ = ["HEADER", "IndexedTokens", "Manifest", "write_indexed"]
 
-_CHUNK = 1 << 22  # tokens, or sequences, looked at together when a whole file is scanned
+# What is looked at of a large file is part of its digest, so it decides which runs can be resumed.
+_CHUNK = 1 << 22  # tokens, or sequences, looked at together
 _MOST_SCANNED = 1 << 28  # tokens looked at when a file is opened; of twice as many and more, chunks at equal distances
 
 
@@ -40,8 +42,9 @@ class IndexedTokens:
     def __init__(self, prefix: Path, *, vocab_size: int | None = None, tokenizer_sha256: str | None = None) -> None:
         """Open `<prefix>.bin` and `.idx` and check them against what the model expects.
 
-        With `vocab_size` every token is looked at, of a large file a sample: 0.3 s if the disk keeps up. The loader
-        looks at each token again when it is read.
+        With `vocab_size` every token is looked at, and the manifest's digest compared; of a large file a sample, whose
+        digest becomes part of `digest`. That takes up to two seconds if the disk keeps up. The loader looks at each
+        token again when it is read.
 
         Args:
             prefix: path without suffix.
@@ -49,10 +52,10 @@ class IndexedTokens:
             tokenizer_sha256: digest of the tokenizer in use; the manifest must name the same.
 
         Raises:
-            UserError: a file is missing or damaged, a token id that is looked at reaches `vocab_size`, or the
-            tokenizer is another.
+            UserError: a file is missing or damaged, a token id that is looked at reaches `vocab_size`, the tokens are
+            not those of the manifest, or the tokenizer is another.
         """
-        self.prefix = Path(prefix)
+        self.prefix, self._vocab_size = Path(prefix), vocab_size
         self.bin_path, idx_path = suffixed(self.prefix, ".bin"), suffixed(self.prefix, ".idx")
         for path in (idx_path, self.bin_path):
             if not (path.is_file() and os.access(path, os.R_OK)):
@@ -65,8 +68,7 @@ class IndexedTokens:
             self._check_manifest(self.manifest, manifest_path)
         if tokenizer_sha256 is not None:
             self._check_tokenizer(tokenizer_sha256)
-        if vocab_size is not None:
-            self._check_vocabulary(vocab_size)
+        self._sampled = None if vocab_size is None else self._look_at_tokens()
 
     @property
     def num_tokens(self) -> int:
@@ -78,13 +80,39 @@ class IndexedTokens:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of the .bin: the manifest's, or computed from the file (once, about 1 GB/s)."""
-        return file_sha256(self.bin_path) if self.manifest is None else self.manifest.bin_sha256
+        """sha256 of the .bin: the manifest's, or computed from the file (once, about 1 GB/s).
+
+        A large file with a manifest is not read through, so a `+` follows, and the sha256 of the sample of it that was
+        looked at: data that took its place are told from it though the manifest stayed.
+        """
+        if self.manifest is None:
+            return file_sha256(self.bin_path)
+        return self.manifest.bin_sha256 + ("" if self._sampled is None else f"+{self._sampled}")
 
     def chunks(self) -> Iterator[np.ndarray]:
-        """The token stream in consecutive pieces that fit in memory."""
-        for start in range(0, self.num_tokens, _CHUNK):
-            yield self.tokens[start : start + _CHUNK]
+        """The token stream in consecutive pieces that fit in memory.
+
+        Raises:
+            UserError: the file cannot be read, or a token reaches the `vocab_size` that it was opened with.
+        """
+        return self._chunks(range(0, self.num_tokens, _CHUNK))
+
+    def _chunks(self, starts: Iterable[int]) -> Iterator[np.ndarray]:
+        """Read, not mapped: touching a mapping ends the process with a signal where the disk fails."""
+        dtype = self.tokens.dtype
+        for start in starts:
+            try:
+                with open(self.bin_path, "rb") as file:
+                    file.seek(start * dtype.itemsize)
+                    content = file.read(_CHUNK * dtype.itemsize)
+            except OSError as error:
+                raise UserError(f"{self.bin_path}: cannot be read ({error.strerror}); restore it") from None
+            if len(content) != min(_CHUNK, self.num_tokens - start) * dtype.itemsize:
+                raise UserError(f"{self.bin_path}: became shorter while it was read; prepare the data again")
+            chunk = np.frombuffer(content, dtype)
+            if self._vocab_size is not None:
+                self._check_vocabulary(chunk, self._vocab_size)
+            yield chunk
 
     def _check_manifest(self, manifest: Manifest, path: Path) -> None:
         found = (self.num_tokens, self.num_documents)
@@ -102,17 +130,31 @@ class IndexedTokens:
                 f"{expected}; use the tokenizer.model that lies beside the data, or prepare the data again"
             )
 
-    def _check_vocabulary(self, vocab_size: int) -> None:
+    def _look_at_tokens(self) -> str | None:
+        """Look at all tokens, or of a large file at a sample, whose digest is returned."""
         step = _CHUNK * max(1, self.num_tokens // _MOST_SCANNED)
-        for start in range(0, self.num_tokens, step):
-            chunk = self.tokens[start : start + _CHUNK]
-            lowest, highest = int(chunk.min()), int(chunk.max())
-            if lowest < 0 or highest >= vocab_size:
-                wrong = lowest if lowest < 0 else highest
-                raise UserError(
-                    f"{self.bin_path} holds token id {wrong}, which is not in [0, vocab_size={vocab_size}); "
-                    "raise the model's vocab_size or prepare the data with its tokenizer"
-                )
+        is_sample = step > _CHUNK
+        starts = [*range(0, self.num_tokens, step), *([self.num_tokens - _CHUNK] if is_sample else [])]
+        digest = hashlib.sha256()
+        for chunk in self._chunks(starts):
+            digest.update(chunk.data)
+        if is_sample:
+            return digest.hexdigest()
+        if self.manifest is not None and digest.hexdigest() != self.manifest.bin_sha256:
+            raise UserError(
+                f"{self.bin_path} has sha256 {digest.hexdigest()}, its manifest names {self.manifest.bin_sha256}; it "
+                "was changed or is damaged: restore it or prepare the data again"
+            )
+        return None
+
+    def _check_vocabulary(self, chunk: np.ndarray, vocab_size: int) -> None:
+        lowest, highest = int(chunk.min()), int(chunk.max())
+        if lowest < 0 or highest >= vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise UserError(
+                f"{self.bin_path} holds token id {wrong}, which is not in [0, vocab_size={vocab_size}); "
+                "raise the model's vocab_size or prepare the data with its tokenizer"
+            )
 
 
 def _read_index(idx_path: Path, bin_path: Path) -> tuple[np.dtype[Any], np.ndarray, np.ndarray]:

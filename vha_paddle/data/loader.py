@@ -61,16 +61,26 @@ class _Windows:
         dtype = self.indexed.tokens.dtype
         windows = np.empty((len(samples), self.sequence_length + 1), dtype)
         for window, sample in zip(windows, samples, strict=True):
-            try:
-                count = os.preadv(self._file.fileno(), [window.data], sample * self.sequence_length * dtype.itemsize)
-            except OSError as error:
-                raise RunError(f"{self.indexed.bin_path}: cannot be read ({error.strerror})") from None
-            if count != window.nbytes:
+            if not self._fill(memoryview(window).cast("B"), sample * self.sequence_length * dtype.itemsize):
                 raise RunError(
                     f"{self.indexed.bin_path}: ends within sample {sample}; it is shorter than when the run started"
                 )
         self._check_vocabulary(windows, samples)
         return windows
+
+    def _fill(self, window: memoryview, offset: int) -> bool:
+        """Whether the file has so many bytes from `offset` on. A network file system may give some of them at a time,
+        so only nothing at all is the end."""
+        done = 0
+        while done < len(window):
+            try:
+                count = os.preadv(self._file.fileno(), [window[done:]], offset + done)
+            except OSError as error:
+                raise RunError(f"{self.indexed.bin_path}: cannot be read ({error.strerror})") from None
+            if count == 0:
+                return False
+            done += count
+        return True
 
     def _check_vocabulary(self, windows: np.ndarray, samples: Sequence[int]) -> None:
         unsigned = windows.view(f"<u{windows.itemsize}")  # a negative one is very large
@@ -207,6 +217,11 @@ class ValidationWindows:
         """
         self._windows = _Windows(indexed, sequence_length, vocab_size)
         self.sequence_length, self.num_samples = sequence_length, self._windows.num_samples
+
+    @property
+    def digest(self) -> str:
+        """What tells the dataset's tokens from others (`IndexedTokens.digest`)."""
+        return self._windows.indexed.digest
 
     def samples(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Samples [start, stop): tokens_BS and labels_BS, int64."""

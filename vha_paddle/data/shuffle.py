@@ -5,6 +5,9 @@ row and along its column, by an amount that a hash of the other coordinate gives
 whole is a permutation of the rectangle. A position that lands outside of n goes through it again until it is inside
 (cycle walking), which is a permutation of 0 .. n - 1.
 
+Of few items not all orders come equally often, and a rectangle with odd sides has even permutations only: what holds is
+that no pair of positions has a pair of places that it prefers.
+
 An epoch of any length thus needs no table of its order: nothing to build, to cache or to keep in memory.
 
 Source: Luby and Rackoff 1988; Black and Rogaway, "Ciphers with arbitrary finite domains", 2002; the hash is splitmix64.

@@ -12,7 +12,7 @@ import paddle
 from vha_paddle.parallel.collectives import all_reduce_gradients
 from vha_paddle.parallel.main_gradients import gradient_of
 from vha_paddle.parallel.mesh import Mesh
-from vha_paddle.parallel.ownership import answered_for, with_gradient
+from vha_paddle.parallel.ownership import answered_for, owned, with_gradient
 from vha_paddle.parallel.placement import info_of
 from vha_paddle.tensors import GROUPS, group_of
 
@@ -52,7 +52,7 @@ def clip_by_global_norm(parameters: Sequence[paddle.Tensor], max_norm: float, me
     Each part of each parameter is counted by the one rank that answers for it.
     """
     with paddle.no_grad():
-        counted = mesh.sum_over_ranks(_squares_and_counts(answered_for(parameters, mesh)))
+        counted = mesh.sum_over_ranks(_squares_and_counts(parameters, mesh))
         squares = {group: float(square) for group, (square, count) in zip(GROUPS, counted, strict=True) if count}
         norms = GradientNorms(
             math.sqrt(sum(squares.values())), {group: math.sqrt(square) for group, square in squares.items()}
@@ -63,14 +63,30 @@ def clip_by_global_norm(parameters: Sequence[paddle.Tensor], max_norm: float, me
     return norms
 
 
-def _squares_and_counts(parameters: Sequence[paddle.Tensor]) -> np.ndarray:
+def _squares_and_counts(parameters: Sequence[paddle.Tensor], mesh: Mesh) -> np.ndarray:
     """A row per group: the sum of squares, in float64 so that one over a billion elements keeps its digits, and how
     many parameters it is of. What ranks hold differs, so the groups that there are follow from their sum."""
     totals = [paddle.zeros([1], dtype="float64") for _ in GROUPS]
     counts = np.zeros(len(GROUPS))
-    for parameter in parameters:
+
+    def add(parameter: paddle.Tensor, times: float) -> None:
         index = GROUPS.index(group_of(info_of(parameter).name))
-        totals[index] = totals[index] + paddle._C_ops.squared_l2_norm(gradient_of(parameter)).astype("float64")
-        counts[index] += 1
+        square = paddle._C_ops.squared_l2_norm(gradient_of(parameter)).astype("float64")
+        totals[index] = totals[index] + times * square
+        counts[index] += times
+
+    for parameter in answered_for(parameters, mesh):
+        add(parameter, 1.0)
+    for parameter in _computed_again(parameters, mesh):
+        add(parameter, 0.0)  # nothing, unless this rank alone has come to no finite number: then no number at all
     squares: np.ndarray = paddle.concat(totals).numpy()
     return np.stack([squares, counts], axis=1)
+
+
+def _computed_again(parameters: Sequence[paddle.Tensor], mesh: Mesh) -> list[paddle.Tensor]:
+    """Those whose gradient the first tensor rank counts and this one has computed for itself, without a sum that would
+    carry a fault of one to all."""
+    if mesh.tensor_rank == 0:
+        return []
+    placements = [(parameter, info_of(parameter).placement) for parameter in owned(parameters, mesh)]
+    return [parameter for parameter, placed in placements if placed.axis is None and not placed.partial_gradient]

@@ -12,12 +12,13 @@ another phase. The main rank decides:
     does not wait for another rank
 
 and tells all. A rank that hears of it gives its main thread a moment to end by itself, says what happened (and what to
-do, unless the rank has failed with an error of its own) and ends with exit code 1. Where the main rank is the one that
-died, the others hear it from their connection.
+do, unless the rank has failed with an error of its own) in its own log, for the others' may be gone with their host,
+and ends with exit code 1. Where the main rank is the one that died, the others hear it from their connection. A rank
+that is alone watches itself.
 
 How long a phase may take follows from how long it took before: `hang_seconds`, or five times the longest so far,
 whichever is more. A phase that has not ended before, such as the first step, which fills caches, may take
-`FIRST_SECONDS`.
+`FIRST_SECONDS` if that is more than `hang_seconds`.
 """
 
 from __future__ import annotations
@@ -40,14 +41,35 @@ from vha_paddle.errors import RunError, UserError
 
 BEAT_SECONDS = 2.0
 TOLD_SECONDS = 0.1
+LOOK_SECONDS = 0.5
 SILENT_SECONDS = 20.0
+STOPPED_SECONDS = 10.0  # the clock is looked at more often, unless the process is stopped
 FIRST_SECONDS = 600.0
 TIMES_LONGEST = 5.0
 OWN_END_SECONDS = 3.0  # for a main thread that fails for the same reason to say so itself
 CONNECT_SECONDS = 60.0
-ADVICE_SECONDS = 2.0
+HELLO_SECONDS = 2.0
+LAST_WORDS_SECONDS = 2.0
 MAX_LINE = 4096
 FAREWELL = b"bye\n"
+
+
+class Clock:
+    """Seconds that pass while the process runs. A whole job may be stopped for a while, with its container, by a
+    scheduler or with Ctrl-Z, and goes on later: then nobody was late. Of one rank that is stopped the others know."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seen, self._stopped = time.monotonic(), 0.0
+
+    def seconds(self) -> float:
+        """Asked for by some thread at least every `BEAT_SECONDS`."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._seen > STOPPED_SECONDS:
+                self._stopped += now - self._seen
+            self._seen = now
+            return now - self._stopped
 
 
 @dataclass
@@ -74,8 +96,9 @@ class _Peer:
     """What the main rank knows of another one."""
 
     rank: int
+    heard: float
+    """By the main rank's clock."""
     beat: Beat = field(default_factory=Beat)
-    heard: float = field(default_factory=time.monotonic)
     unread: bytes = b""
 
 
@@ -105,17 +128,13 @@ class Watchdog:
         self.verdict: str | None = None
         self.failure: str | None = None
         self._advice, self._is_waiting = advice, is_waiting
-        self._place = (0, "start", time.monotonic())
+        self.clock = Clock()
+        self._place = (0, "start", self.clock.seconds())
         self._longest: dict[str, float] = {}
         self._decided, self._stopped = threading.Event(), threading.Event()
         listener = socket.create_server((host, 0), backlog=num_ranks) if rank == 0 else None
         token = secrets.token_hex(16)  # so that no stranger's connection passes for a rank's
         address = share(None if listener is None else f"{host}:{listener.getsockname()[1]}:{token}")
-        self._thread: threading.Thread | None = None
-        self._wake: Callable[[], None] = lambda: None
-        self._tell: Callable[[], None] = lambda: None
-        if num_ranks == 1:
-            return
         if listener is not None:
             part: _Main | _Other = _Main(self, listener, token)
         else:
@@ -131,7 +150,7 @@ class Watchdog:
     def enter(self, step: int, phase: str) -> None:
         """The main thread begins a phase of a step; the one before it has ended."""
         _, before, since = self._place
-        now = time.monotonic()
+        now = self.clock.seconds()
         self._longest[before] = max(self._longest.get(before, 0.0), now - since)
         self._place = (step, phase, now)
         self._tell()
@@ -140,16 +159,15 @@ class Watchdog:
         """Where this rank is now."""
         step, phase, since = self._place
         longest = self._longest.get(phase)
-        allowed = FIRST_SECONDS if longest is None else max(self.hang_seconds, TIMES_LONGEST * longest)
-        return Beat(step, phase, time.monotonic() - since, allowed, self._is_waiting())
+        allowed = max(self.hang_seconds, FIRST_SECONDS if longest is None else TIMES_LONGEST * longest)
+        return Beat(step, phase, self.clock.seconds() - since, allowed, self._is_waiting())
 
     def stop(self, failure: str | None = None) -> None:
         """The rank ends; without a `failure` it is done, and its end concerns nobody."""
         self.failure = failure
         self._stopped.set()
         self._wake()
-        if self._thread is not None:
-            self._thread.join(BEAT_SECONDS + 1)
+        self._thread.join(BEAT_SECONDS + 1)
 
     def __enter__(self) -> Watchdog:
         return self
@@ -162,7 +180,7 @@ class Watchdog:
             self.stop(None if error is None else str(error))
             return
         # a broken connection is often seen before it is known whose
-        known = self._thread is not None and self._decided.wait(2 * BEAT_SECONDS)
+        known = self.num_ranks > 1 and self._decided.wait(2 * BEAT_SECONDS)
         self.stop(f"{kind.__name__ if kind else ''}: {error}")
         if known:
             raise RunError(str(self.verdict)) from error
@@ -170,27 +188,34 @@ class Watchdog:
     def with_advice(self, verdict: str) -> str:
         """A verdict with what to do. The advice may need the disk, which may be what does not answer."""
         answers: list[str] = []
-
-        def ask() -> None:
-            with contextlib.suppress(OSError):
-                answers.append(self._advice())
-
-        thread = threading.Thread(target=ask, name="advice", daemon=True)
-        thread.start()
-        thread.join(ADVICE_SECONDS)
+        _within(LAST_WORDS_SECONDS, lambda: answers.append(self._advice()))
         return "; ".join([verdict, *answers])
 
     def decide(self, verdict: str, culprit: int | None) -> None:
         """What has happened; from the watching thread. The process ends unless its main thread does so before."""
         self.verdict = verdict
         self._decided.set()
-        if culprit == self.rank and not self._stopped.is_set():
-            faulthandler.dump_traceback(all_threads=True)
-        if self._stopped.wait(OWN_END_SECONDS):
-            return
-        if self.rank == (1 if culprit == 0 else 0):
-            print(f"error: {verdict}", file=sys.stderr, flush=True)
-        os._exit(RunError.exit_code)
+
+        def say() -> None:
+            if culprit == self.rank:
+                faulthandler.dump_traceback(all_threads=True)
+            print(f"error: {RunError(verdict)}", file=sys.stderr, flush=True)
+
+        if not self._stopped.wait(OWN_END_SECONDS):
+            _within(LAST_WORDS_SECONDS, say)
+            os._exit(RunError.exit_code)
+
+
+def _within(seconds: float, action: Callable[[], None]) -> None:
+    """Do what may never return, as where a disk or a terminal does not answer, or fail, as on a full disk."""
+
+    def attempt() -> None:
+        with contextlib.suppress(Exception):
+            action()
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 class _Main:
@@ -198,8 +223,13 @@ class _Main:
 
     def __init__(self, dog: Watchdog, listener: socket.socket, token: str) -> None:
         self._dog, self._listener, self._token = dog, listener, token
+        now = dog.clock.seconds()
+        self._awaited = {rank: _Peer(rank, now) for rank in range(1, dog.num_ranks)}
+        """Ranks that have not connected yet."""
         self._peers: dict[socket.socket, _Peer] = {}
         self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._close_if_all_are_here()
 
     def wake(self) -> None:
         """It looks twice a second by itself."""
@@ -208,31 +238,41 @@ class _Main:
         """Nobody judges the main rank but itself, which knows."""
 
     def watch(self) -> None:
-        self._accept()
-        told = 0.0
-        while not self._dog._stopped.is_set():
-            for key, _ in self._selector.select(timeout=0.5):
-                assert isinstance(key.fileobj, socket.socket)
-                self._hear(key.fileobj)
-            if time.monotonic() - told > BEAT_SECONDS:
-                told = time.monotonic()
-                self._tell(json.dumps(asdict(self._dog.beat())))
+        told, judged, place = 0.0, 0.0, ""
+        while self._awaited or not self._dog._stopped.is_set():
+            for key, _ in self._selector.select(timeout=LOOK_SECONDS):
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    assert isinstance(key.fileobj, socket.socket)
+                    self._hear(key.fileobj)
+            now, beat = self._dog.clock.seconds(), self._dog.beat()
+            if now - told > (BEAT_SECONDS if beat.place == place else LOOK_SECONDS):
+                told, place = now, beat.place
+                self._tell(json.dumps(asdict(beat)))
+            if now - judged > BEAT_SECONDS:
+                judged = now
                 self._judge()
         failure = self._dog.failure
         self._tell("bye" if failure is None else _verdict(f"rank 0 failed ({self._dog.beat().place}): {failure}", 0))
 
     def _accept(self) -> None:
-        self._listener.settimeout(CONNECT_SECONDS)
-        while len(self._peers) < self._dog.num_ranks - 1:
-            connection, _ = self._listener.accept()
-            connection.settimeout(CONNECT_SECONDS)
-            token, _, rank = _first_line(connection).partition(" ")
-            if not secrets.compare_digest(token, self._token):
-                connection.close()
-                continue
-            self._peers[connection] = _Peer(int(rank))
-            self._selector.register(connection, selectors.EVENT_READ)
-        self._listener.close()
+        """A connection of one of the ranks, or of a stranger: a port scanner, a rank of another job."""
+        connection, _ = self._listener.accept()
+        token, _, rank = _first_line(connection).partition(b" ")
+        if not secrets.compare_digest(token, self._token.encode()):
+            connection.close()
+            return
+        connection.settimeout(CONNECT_SECONDS)
+        self._peers[connection] = peer = self._awaited.pop(int(rank))
+        peer.heard = self._dog.clock.seconds()
+        self._selector.register(connection, selectors.EVENT_READ)
+        self._close_if_all_are_here()
+
+    def _close_if_all_are_here(self) -> None:
+        if not self._awaited:
+            self._selector.unregister(self._listener)
+            self._listener.close()
 
     def _hear(self, connection: socket.socket) -> None:
         peer = self._peers[connection]
@@ -240,7 +280,7 @@ class _Main:
             data = connection.recv(MAX_LINE)
         except OSError:
             data = b""
-        peer.heard = time.monotonic()
+        peer.heard = self._dog.clock.seconds()
         *lines, peer.unread = (peer.unread + data).split(b"\n")
         for line in lines:
             if line + b"\n" == FAREWELL:
@@ -261,8 +301,9 @@ class _Main:
         del self._peers[connection]
 
     def _judge(self) -> None:
-        now = time.monotonic()
-        for peer in self._peers.values():
+        now = self._dog.clock.seconds()
+        peers = [*self._awaited.values(), *self._peers.values()]
+        for peer in peers:
             if now - peer.heard > SILENT_SECONDS:
                 self._lost(
                     f"rank {peer.rank} has not answered for {now - peer.heard:.0f} s ({peer.beat.place}): stopped, or "
@@ -270,16 +311,16 @@ class _Main:
                     peer.rank,
                 )
                 return
-        if any(now - peer.heard > 3 * BEAT_SECONDS for peer in self._peers.values()):
+        if any(now - peer.heard > 3 * BEAT_SECONDS for peer in peers):
             return  # what it does is not known: soon it answers, or it is the one
-        beats = {0: self._dog.beat()} | {peer.rank: peer.beat for peer in self._peers.values()}
+        beats = {0: self._dog.beat()} | {peer.rank: peer.beat for peer in peers}
         late = {rank: beat for rank, beat in beats.items() if beat.seconds > beat.allowed}
         if not late:
             return
         culprits = {rank: beat for rank, beat in late.items() if not beat.waiting}
         if culprits:
             rank = max(culprits, key=lambda rank: culprits[rank].seconds)
-            self._lost(f"rank {rank} hangs ({beats[rank].place}, for {beats[rank].seconds:.0f} s)", rank)
+            self._lost(_hangs(rank, beats[rank]), rank)
         elif all(beat.waiting for beat in beats.values()):
             places = "; ".join(f"rank {rank}: {beat.place}" for rank, beat in sorted(beats.items()))
             self._lost(f"every rank waits for another ({places})", None)
@@ -300,18 +341,25 @@ class _Main:
                 continue  # it is heard of, or not, in its turn
 
 
+def _hangs(rank: int, beat: Beat) -> str:
+    return f"rank {rank} hangs ({beat.place}, for {beat.seconds:.0f} s)"
+
+
 def _verdict(text: str, culprit: int | None) -> str:
     return json.dumps({"verdict": text, "culprit": culprit})
 
 
-def _first_line(connection: socket.socket) -> str:
-    line = b""
-    while not line.endswith(b"\n") and len(line) < MAX_LINE:
-        byte = connection.recv(1)
-        if not byte:
-            break
-        line += byte
-    return line.decode(errors="replace").strip()
+def _first_line(connection: socket.socket) -> bytes:
+    """Without its end; what has come of it within `HELLO_SECONDS`, if the other side does not go on."""
+    line, end = b"", time.monotonic() + HELLO_SECONDS
+    with contextlib.suppress(OSError):
+        while (left := end - time.monotonic()) > 0:
+            connection.settimeout(left)
+            byte = connection.recv(1)
+            if byte in (b"", b"\n"):
+                break
+            line += byte
+    return line
 
 
 class _Other:
@@ -321,7 +369,7 @@ class _Other:
         self._dog, self._connection = dog, connection
         self._main = Beat()
         self._sending, self._told = threading.Lock(), 0.0
-        self._heard = time.monotonic()
+        self._heard = dog.clock.seconds()
 
     def wake(self) -> None:
         """End the wait for the main rank's next word."""
@@ -330,13 +378,13 @@ class _Other:
 
     def tell_soon(self) -> None:
         """Tell where this rank is, from its main thread, unless it was told a moment ago."""
-        if time.monotonic() - self._told > TOLD_SECONDS:
+        if self._dog.clock.seconds() - self._told > TOLD_SECONDS:
             with contextlib.suppress(OSError):  # the other thread will see it
                 self._tell()
 
     def _tell(self) -> None:
         with self._sending:
-            self._told = time.monotonic()
+            self._told = self._dog.clock.seconds()
             self._connection.sendall(json.dumps(asdict(self._dog.beat())).encode() + b"\n")
 
     def watch(self) -> None:
@@ -352,16 +400,16 @@ class _Other:
             except OSError:
                 data, closed = b"", True
             if data:
-                self._heard = time.monotonic()
+                self._heard = self._dog.clock.seconds()
             *lines, unread = (unread + data).split(b"\n")
             for line in lines:
                 if line + b"\n" == FAREWELL:
+                    self._watch_itself()
                     return
                 self._take_in(json.loads(line))
             if closed and not self._dog._stopped.is_set():
                 self._lost(f"rank 0 died (last heard of in {self._main.place})")
-            elif time.monotonic() - self._heard > SILENT_SECONDS:
-                silent = time.monotonic() - self._heard
+            elif (silent := self._dog.clock.seconds() - self._heard) > SILENT_SECONDS:
                 self._lost(
                     f"rank 0 has not answered for {silent:.0f} s ({self._main.place}): stopped, or its host is gone"
                 )
@@ -370,6 +418,13 @@ class _Other:
             self._connection.sendall(FAREWELL if failure is None else json.dumps({"failed": failure}).encode() + b"\n")
         except OSError:
             return  # the main rank has ended before
+
+    def _watch_itself(self) -> None:
+        """The main rank is done, and nobody else would notice."""
+        while not self._dog._stopped.wait(BEAT_SECONDS):
+            beat = self._dog.beat()
+            if beat.seconds > beat.allowed:
+                self._dog.decide(self._dog.with_advice(_hangs(self._dog.rank, beat)), self._dog.rank)
 
     def _lost(self, verdict: str) -> None:
         self._dog.decide(self._dog.with_advice(verdict), 0)

@@ -41,7 +41,8 @@ class Statistic:
 
 
 def groups_of(runs: Sequence[Run]) -> list[Group]:
-    """Runs grouped by what they trained, in the order in which each group's first one is given."""
+    """Runs grouped by what they trained, in the order in which each group's first one is given. Groups of one name are
+    told apart by the directory of their first run."""
     found: list[list[Run]] = []
     for run in runs:
         for group in found:
@@ -50,7 +51,11 @@ def groups_of(runs: Sequence[Run]) -> list[Group]:
                 break
         else:
             found.append([run])
-    return [Group(_common_name(group), tuple(group)) for group in found]
+    names = [_common_name(group) for group in found]
+    return [
+        Group(name if names.count(name) == 1 else f"{name} ({group[0].path})", tuple(group))
+        for name, group in zip(names, found, strict=True)
+    ]
 
 
 def _common_name(runs: Sequence[Run]) -> str:

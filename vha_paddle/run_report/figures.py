@@ -189,6 +189,8 @@ def _leave_out_the_start(ax: Axes, plot: Plot, groups: Sequence[Group]) -> None:
         for token, value in zip(*run.curves[plot.key], strict=True)
         if token >= run.tokens / 10
     ]
+    if not later:
+        return
     margin = 0.05 * (max(later) - min(later)) or 0.1
     ax.set_ylim(min(later) - margin, max(later) + margin)
 
@@ -198,7 +200,7 @@ def _bars(groups: Sequence[Group]) -> str:
     figure = Figure(figsize=(12.8, 1.3 + 0.5 * len(groups)), layout="constrained")
     ax = figure.subplots()
     shares = [[run.time_shares() for run in group.runs if run.time_shares()] for group in groups]
-    names = ["\n".join(textwrap.wrap(group.name, 32)) for group in groups]
+    names = ["\n".join(textwrap.wrap(group.name, 40)) for group in groups]
     left = np.zeros(len(groups))
     for phase, colour in PHASES.items():
         widths = np.array([np.mean([run.get(phase, 0.0) for run in runs]) if runs else 0.0 for runs in shares])
@@ -208,7 +210,8 @@ def _bars(groups: Sequence[Group]) -> str:
         labels = [f"{width:.0%}" if width >= _LEAST_LABELLED else "" for width in widths]
         ax.bar_label(bars, labels, label_type="center", fontsize="small")
         left += widths
-    ax.set_yticks(range(len(groups)), names)
+    ax.set_yticks(range(len(groups)), names, fontsize="small")
+    ax.margins(y=0.2 / len(groups))
     ax.invert_yaxis()
     ax.set_xlim(0, 1)
     ax.xaxis.set_major_formatter(PercentFormatter(1.0))

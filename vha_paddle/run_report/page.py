@@ -24,11 +24,13 @@ th { overflow-wrap: anywhere; min-width: 7rem; }
 th:first-child { text-align: left; white-space: nowrap; position: sticky; left: 0; background: #fff; }
 td.best { font-weight: 600; }
 .legend { display: flex; flex-wrap: wrap; gap: .3rem 1.4rem; list-style: none; margin: 0 0 1rem; padding: .5rem 0;
-          position: sticky; top: 0; background: #fff; border-bottom: 1px solid var(--line); z-index: 1; }
+          position: sticky; top: 0; max-height: 25vh; overflow-y: auto; background: #fff;
+          border-bottom: 1px solid var(--line); z-index: 1; }
 .legend li { overflow-wrap: anywhere; } .legend svg { vertical-align: middle; margin-right: .4rem; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 1.5rem 1rem; }
 figure { margin: 0; } figure svg { width: 100%; height: auto; } figure.wide { grid-column: 1 / -1; }
 figcaption { font-weight: 600; text-align: center; }
+@media (max-width: 700px) { th:first-child { white-space: normal; max-width: 9rem; } }
 """
 
 _LOSSES = {
@@ -61,13 +63,14 @@ def page(compared: dict[str, Any], groups: Sequence[Group], drawings: Iterable[D
 <head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{title}</title><style>{_STYLE}</style></head>
 <body>
-<h1>{_heading(groups)}</h1>
+<h1>{heading(groups)}</h1>
 <p>Losses are in nats per token. Training losses are means over the last {compared["smoothing_tokens"]:,.0f} tokens or
 so (exponential); validation losses are not smoothed. Equal tokens: {compared["equal_tokens"]:,}, what the shortest run
 has. Equal FLOPs: {compared["equal_flops"]:.3g}, what the cheapest run has. Of several seeds: mean ± standard deviation.
 The least of a row is bold; whether it differs from the others, the deviations tell. –: no record on both sides of that
 point.</p>
 {_schedules(compared["equal_tokens"], groups)}
+{_repeated_seeds(groups)}
 <h2>Comparison</h2>
 <div class="wide">{_table(compared)}</div>
 <h2>Curves</h2>
@@ -97,7 +100,19 @@ def _schedules(equal_tokens: int, groups: Sequence[Group]) -> str:
     )
 
 
-def _heading(groups: Sequence[Group]) -> str:
+def _repeated_seeds(groups: Sequence[Group]) -> str:
+    """A warning of deviations that are too small: a run repeated with its seed differs from itself by round-off."""
+    seeds = [[run.recipe.run.seed for run in group.runs] for group in groups]
+    names = [group.name for group, used in zip(groups, seeds, strict=True) if len(set(used)) < len(used)]
+    if not names:
+        return ""
+    return (
+        f"<p><strong>A seed is there more than once</strong> in {escape(', '.join(names))}: its deviations say less "
+        "than those of as many seeds.</p>"
+    )
+
+
+def heading(groups: Sequence[Group]) -> str:
     runs = sum(len(group.runs) for group in groups)
     return f"{runs} run{'s' * (runs > 1)} of {len(groups)} model{'s' * (len(groups) > 1)}"
 

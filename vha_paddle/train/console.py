@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,6 +43,32 @@ class Console:
 
     def close(self) -> None:
         self._bar.close()
+
+
+class _Unfailing(io.FileIO):
+    """What the other side does not take is dropped."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def outlive_console() -> None:
+    """From now on stdout and stderr of this process take every line, whether or not it arrives.
+
+    They often are a file on the disk that fills up, or a pipe whose reader gets the same Ctrl-C: neither may cost the
+    run its step under way, or its exit code.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # it was closed before the process began
+            continue
+        with contextlib.suppress(OSError):
+            stream.flush()
+        raw = io.BufferedWriter(_Unfailing(stream.fileno(), "w", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True))
 
 
 def summary(

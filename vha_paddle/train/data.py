@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from vha_paddle.config import Recipe
+from vha_paddle.data.fingerprint import difference
 from vha_paddle.data.indexed import IndexedTokens
 from vha_paddle.data.loader import Part, TokenBatches, ValidationWindows, unigram_entropy
 from vha_paddle.data.prefetch import Prefetched
@@ -49,9 +50,31 @@ class RunData:
             for one, weight in zip(data.training_sets, data.whole_weights, strict=True)
         ]
         self.batches = TokenBatches(parts, data.sequence_length, data.global_batch_size, recipe.run.seed, vocab_size)
+        held_out = {name: _opened(recipe, tokenizer, prefix) for name, prefix in data.validation_sets.items()}
+        _refuse_same_tokens([part.indexed for part in parts], held_out.values())
         self.validation: Mapping[str, HeldOut] = {
-            name: _held_out(recipe, tokenizer, prefix) for name, prefix in data.validation_sets.items()
+            name: HeldOut(ValidationWindows(indexed, data.sequence_length, vocab_size), unigram_entropy(indexed))
+            for name, indexed in held_out.items()
         }
+
+    def check_ranks(self, mesh: Mesh) -> None:
+        """Compare the data of all ranks, whose machines may have copies of their own. Every rank calls it, and all
+        raise together.
+
+        Raises:
+            UserError: naming two ranks and the set that differs.
+        """
+        names = [str(part.indexed.prefix) for part in self.batches.parts]
+        digests = {name: held_out.windows.digest for name, held_out in self.validation.items()}
+        of_ranks = mesh.objects((self.batches.fingerprint, digests))
+        first, first_validation = of_ranks[0]
+        for rank, (fingerprint, validation) in enumerate(of_ranks):
+            remedy = f"rank {rank} must have what rank 0 has; copy it to all machines"
+            if fingerprint != first:
+                raise UserError(f"data.train: {difference(first, fingerprint, names)}; {remedy}")
+            if validation != first_validation:
+                changed = sorted(dict(validation.items() ^ first_validation.items()))
+                raise UserError(f"data.validation: {', '.join(changed)} holds other tokens; {remedy}")
 
     def rows_of(self, mesh: Mesh) -> Prefetched[tuple[np.ndarray, np.ndarray]]:
         """This rank's rows of each step's global batch, tokens and labels, read a step ahead."""
@@ -99,7 +122,19 @@ def _opened(recipe: Recipe, tokenizer: Tokenizer, prefix: str) -> IndexedTokens:
     return indexed
 
 
-def _held_out(recipe: Recipe, tokenizer: Tokenizer, prefix: str) -> HeldOut:
-    indexed = _opened(recipe, tokenizer, prefix)
-    windows = ValidationWindows(indexed, recipe.data.sequence_length, recipe.model.vocab_size)
-    return HeldOut(windows, unigram_entropy(indexed))
+def _refuse_same_tokens(training: Sequence[IndexedTokens], held_out: Iterable[IndexedTokens]) -> None:
+    """Whatever the paths are called: links, copies, another spelling."""
+    prefixes: dict[str, Path] = {}
+    for indexed in training:
+        other = prefixes.setdefault(indexed.digest, indexed.prefix)
+        if other is not indexed.prefix:
+            raise UserError(
+                f"data.train: {indexed.prefix} holds the same tokens as {other}; name one of them, with the sum of the "
+                "weights"
+            )
+    for indexed in held_out:
+        if indexed.digest in prefixes:
+            raise UserError(
+                f"data.validation: {indexed.prefix} holds the same tokens as the training set "
+                f"{prefixes[indexed.digest]}, so its loss is of no held-out text; name another set or remove the key"
+            )

@@ -1,12 +1,16 @@
 """SIGTERM and SIGINT: a run saves after the step under way and ends; a second signal ends it at once.
 
-A handler in Python runs when the main thread next executes Python, and that thread may be in a collective for long. So
-signals are taken by a thread of their own, which Python wakes through a pipe at once (`signal.set_wakeup_fd`). The
-handlers also take the place of Paddle's, which print "FatalError: Termination signal" and end the process.
+Until training begins there is nothing to save, and the kernel ends the process at the first one: ranks look for each
+other in a call of Paddle's that keeps Python's lock, for minutes where one is missing, and no Python would run.
 
-Paddle's launcher sends each rank SIGTERM three times, 0.2 s apart, and means one request: what follows a SIGTERM within
-`BURST_SECONDS` counts with it. 30 s later it sends SIGKILL. A launcher that is killed itself sends nothing, and its
-ranks would go on without it: they ask the kernel for a SIGTERM then.
+After that they are taken by a thread of their own, which Python wakes through a pipe at once (`signal.set_wakeup_fd`):
+a handler in Python runs when the main thread next executes Python, and that thread may be in a collective for long.
+Paddle's handlers, which print "FatalError: Termination signal" and end the process, are replaced from the beginning.
+
+Paddle's launcher, told to end by either, sends each rank SIGTERM three times, 0.2 s apart, and means one request. The
+ranks may have got the launcher's signal too, before or after: what comes within `BURST_SECONDS` of a signal counts with
+it, but for a second SIGINT, of someone who presses Ctrl-C twice. 30 s later the launcher sends SIGKILL. One that is
+killed itself sends nothing, and its ranks would go on without it: they ask the kernel for a SIGTERM then.
 """
 
 from __future__ import annotations
@@ -20,8 +24,6 @@ import threading
 import time
 from collections.abc import Iterator
 
-from vha_paddle.errors import Interrupted
-
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 BURST_SECONDS = 2.0
 _LAUNCHED_RANK = "PADDLE_TRAINER_ID"  # Paddle's launcher sets it for each rank
@@ -33,7 +35,7 @@ class Interrupts:
     of any)."""
 
     def __init__(self) -> None:
-        self._requested, self._is_training = threading.Event(), False
+        self._requested = threading.Event()
         self._last = (0, 0.0)  # number of the last signal, and when it came
 
     def is_requested(self) -> bool:
@@ -41,8 +43,9 @@ class Interrupts:
         return self._requested.is_set()
 
     def training_begins(self) -> None:
-        """From now on there is something to save; until now a signal ends the process at once."""
-        self._is_training = True
+        """From now on there is something to save; until now a signal ends the process at once. Main thread only."""
+        for number in SIGNALS:
+            signal.signal(number, lambda *_: None)
 
     def agreed(self) -> None:
         """The ranks have agreed to end, whichever heard of it: from now on signals change nothing."""
@@ -52,13 +55,12 @@ class Interrupts:
         """What a signal means; on the thread that waits for signals."""
         name, now = signal.Signals(number).name, time.monotonic()
         (before, when), self._last = self._last, (number, now)
-        if not self._is_training:
-            _end(f"{name} before training began: nothing to save", Interrupted.exit_code)
         if not self._requested.is_set():
             self._requested.set()
             _say(f"{name}: this step is finished and saved, then the run ends; a second signal ends it at once")
-        elif not (number == before == signal.SIGTERM and now - when < BURST_SECONDS):
-            _end(f"{name}, the second signal: ended without saving", 128 + number)
+        elif now - when >= BURST_SECONDS or number == before == signal.SIGINT:
+            _say(f"{name}, the second signal: ended without saving")
+            os._exit(128 + number)  # from this thread nothing else ends the process
 
 
 @contextlib.contextmanager
@@ -75,7 +77,7 @@ def interrupts() -> Iterator[Interrupts]:
                 if number in SIGNALS:
                     requests.take(number)
 
-    before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
     woken = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     thread = threading.Thread(target=wait, name="signals", daemon=True)
     thread.start()
@@ -92,7 +94,10 @@ def interrupts() -> Iterator[Interrupts]:
 
 
 def end_with_launcher() -> None:
-    """A rank gets SIGTERM when its launcher dies; what the one who started it has arranged before is left."""
+    """A rank gets SIGTERM when its launcher dies; what the one who started it has arranged before is left.
+
+    Call before anything that takes long: of a launcher that has died by then nothing is heard, and the rank goes on.
+    """
     if _LAUNCHED_RANK not in os.environ:
         return
     prctl, arranged = ctypes.CDLL(None).prctl, ctypes.c_int()
@@ -103,8 +108,3 @@ def end_with_launcher() -> None:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _end(text: str, code: int) -> None:
-    _say(text)
-    os._exit(code)  # from this thread nothing else ends the process

@@ -33,6 +33,8 @@ class MetricsLog:
         steps = {self._step(number, line): line for number, line in enumerate(self._existing(), 1)}
         kept = [line for step, line in steps.items() if step <= resume_step]
         self.dropped = len(steps) - len(kept)
+        self.missing = resume_step - len(kept)
+        """Steps before this start that have no record."""
         self.recorded = max(steps, default=0)
         """The last step that an earlier start has recorded."""
         with atomic_write(self.path) as file:
@@ -78,14 +80,14 @@ class MetricsLog:
     def _step(self, number: int, line: str) -> int:
         try:
             return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             raise UserError(f"{self.path}: line {number} is no record of a step; remove the line") from None
 
     def _existing(self) -> list[str]:
         """Whole lines of an earlier run; a line cut by a crash has no newline and is left out."""
         if not self.path.exists():
             return []
-        text = self.path.read_text(encoding="utf-8")
+        text = self.path.read_text(encoding="utf-8", errors="replace")  # what is no text is no record either
         return text[: text.rfind("\n") + 1].splitlines()
 
 
@@ -154,6 +156,11 @@ class RunLog:
         """Records of an earlier start, of steps that this one trains again."""
         return self._metrics.dropped
 
+    @property
+    def missing(self) -> int:
+        """Steps of earlier starts that have no record."""
+        return self._metrics.missing
+
     def warn(self, text: str) -> None:
         """Say what went wrong and does not end the run."""
         self._console.line(f"warning: {text}")
@@ -176,8 +183,14 @@ class RunLog:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + spent
 
     def close(self) -> None:
+        """Of a run that fails too, which is not to wait for trackers: what they are handed here they have."""
         self._metrics.close()
         self._console.close()
+        for tracker in self._trackers:
+            tracker.flush()
+
+    def finish_trackers(self) -> None:
+        """After `close`, and where the run did not fail: it may take minutes, for what is still to upload."""
         for tracker in self._trackers:
             tracker.close()
 

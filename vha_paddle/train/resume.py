@@ -11,6 +11,7 @@ from vha_paddle.checkpoint.load import find_damage, open_together
 from vha_paddle.config import Recipe
 from vha_paddle.data.fingerprint import difference
 from vha_paddle.errors import UserError
+from vha_paddle.parallel.agreement import together
 from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.train.changes import refuse_changes
 
@@ -34,10 +35,12 @@ def checkpoint_to_continue(
         allowed: keys that may differ from the checkpoint's recipe though they change what is trained.
 
     Raises:
-        UserError: none is whole, or it does not fit the recipe.
+        UserError: none is whole, or it does not fit the recipe, or they cannot be looked at.
     """
     output = Path(recipe.run.output)
-    steps = mesh.objects(list_steps(output))[0]  # the main rank's: a shared disk may show others later
+    with together(mesh):
+        found = list_steps(output)
+    steps = mesh.objects(found)[0]  # the main rank's: a shared disk may show others later
     if not steps:
         return None
     if recipe.checkpoint.resume == "never":

@@ -10,7 +10,7 @@ from vha_paddle.errors import Interrupted
 from vha_paddle.host import set_compute_threads
 from vha_paddle.parallel.start import start_mesh, start_watchdog
 from vha_paddle.train.data import RunData
-from vha_paddle.train.interrupt import end_with_launcher, interrupts
+from vha_paddle.train.interrupt import interrupts
 from vha_paddle.train.out_of_memory import memory_explained
 from vha_paddle.train.phases import Phases
 from vha_paddle.train.resume import what_continues
@@ -30,7 +30,6 @@ def run(recipe: Recipe, allow_changed: Collection[str] = ()) -> None:
         Interrupted: a signal asked for the end; the step it came in is saved.
     """
     with interrupts() as signals:
-        end_with_launcher()
         set_compute_threads()
         check_precision(recipe)
         data = RunData(recipe)

@@ -63,6 +63,7 @@ class Trainer:
         self.recipe, self.data, self.mesh, self.phases = recipe, data, mesh, phases or Phases()
         self.output = Path(recipe.run.output)
         check_precision(recipe)
+        data.check_ranks(mesh)
         self.model = build_model(recipe, mesh, recipe.precision.compute)
         self.optimizer = Optimizer(self.model.parameters(), recipe, mesh)
         self._saver = CheckpointSaver(self.output, recipe, Path(recipe.data.tokenizer), mesh)
@@ -123,12 +124,15 @@ class Trainer:
                 if ends:
                     if log is not None:
                         log.summarize(self.phases.take(), step_directory(self.output, self.step))
-                    return is_last
-            raise AssertionError("the last step ends the loop")
+                    self.phases.enter(self.step, "end")
+                    break
         finally:
             self._saver.close()
             if log is not None:
                 log.close()
+        if log is not None:
+            log.finish_trackers()
+        return self.step == self.recipe.num_steps
 
     def evaluate(self) -> dict[str, float]:
         """Mean loss (nats per token) of each validation set, by its name. Every rank takes part."""
@@ -300,6 +304,8 @@ class Trainer:
             log.line(line)
         if log.dropped:
             log.line(f"{METRICS_FILE}: dropped {log.dropped} records after step {self.step}, which are trained again")
+        if log.missing:
+            log.warn(f"{METRICS_FILE}: of the steps up to {self.step}, {log.missing} have no record")
         for text in aside:
             log.warn(text)
         if recipe.checkpoint.interval is None and recipe.num_steps > MOST_UNSAVED_STEPS:

@@ -17,6 +17,9 @@ from vha_paddle.parallel.gloo_channels import seconds_in_messages
 from vha_paddle.parallel.mesh import Mesh
 from vha_paddle.plan.gpus import GPUS, Gpu
 
+GEMM_SIZE_CPU, GEMM_SIZE_GPU = 512, 8192
+"""Of the measured matrices. On a CPU a product takes a few milliseconds, so that among many some are not interrupted by
+other processes; on a GPU one of 1024 rows would be over before its launch is."""
 _KEYS = {
     "NVIDIA A100-SXM4-80GB": "a100",
     "NVIDIA H100 80GB HBM3": "h100",
@@ -46,10 +49,10 @@ def peaks_of(recipe: Recipe, num_ranks: int) -> Peaks:
     """The peaks of the ranks that train a recipe; takes a moment, in which the device should have nothing to do."""
     # causal: MFU counts only the scores that the mask keeps
     flops = training_flops(recipe.model, FlopRule(sequence_length=recipe.data.sequence_length, causal=True))
-    gpu = None
+    gpu, size = None, GEMM_SIZE_CPU
     if paddle.device.get_device() != "cpu":  # not run on a GPU in this project's tests
-        gpu = gpu_of(paddle.device.cuda.get_device_name())
-    measured = measured_gemm_rate(recipe.precision.compute) * num_ranks / flops
+        gpu, size = gpu_of(paddle.device.cuda.get_device_name()), GEMM_SIZE_GPU
+    measured = measured_gemm_rate(recipe.precision.compute, size) * num_ranks / flops
     return Peaks(measured, None if gpu is None else gpu.bf16_flops * num_ranks / flops)
 
 
@@ -58,7 +61,7 @@ def gpu_of(device: str) -> Gpu | None:
     return GPUS[_KEYS[device]] if device in _KEYS else None
 
 
-def measured_gemm_rate(dtype: str, size: int = 1024, seconds: float = 0.3) -> float:
+def measured_gemm_rate(dtype: str, size: int, seconds: float = 0.3) -> float:
     """FLOP/s of a GEMM on this process's device and threads, the fastest of many: the ceiling that MFU is measured
     against, and on a shared machine not the average of its neighbours' work."""
     left, right = paddle.rand([size, size]).astype(dtype), paddle.rand([size, size]).astype(dtype)
