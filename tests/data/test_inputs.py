@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,6 +61,31 @@ def test_glob_is_sorted_and_may_name_folders(make: Callable[..., list[str]], tmp
     make("w-2.jsonl", "w-1.jsonl", "w-3/x.jsonl", "other.jsonl")
     assert paths([str(tmp_path / "w-*")]) == [str(tmp_path / n) for n in ("w-1.jsonl", "w-2.jsonl", "w-3/x.jsonl")]
     assert paths([str(tmp_path / "**/x.jsonl")]) == [str(tmp_path / "w-3/x.jsonl")]
+
+
+def test_hidden_files_are_no_input_unless_named(make: Callable[..., list[str]], tmp_path: Path) -> None:
+    seen, hidden, *_ = make("a.jsonl", ".a.jsonl", "._b.parquet", ".git/c.jsonl", ".d/e.txt", ".jsonl")
+    assert paths([str(tmp_path)]) == paths([str(tmp_path / "*")]) == [seen]
+    assert paths([hidden]) == [hidden]
+    assert paths([str(tmp_path / ".git")]) == [str(tmp_path / ".git" / "c.jsonl")]
+
+
+def test_links_in_a_folder_are_followed_and_none_in_circles(make: Callable[..., list[str]], tmp_path: Path) -> None:
+    make("disk/a.txt", "disk/b/c.txt", "web/d.txt")
+    (tmp_path / "web" / "link").symlink_to(tmp_path / "disk")
+    (tmp_path / "disk" / "b" / "back").symlink_to(tmp_path / "web")
+    expected = ["web/d.txt", "web/link/a.txt", "web/link/b/c.txt"]
+    assert paths([str(tmp_path / "web")]) == [str(tmp_path / name) for name in expected]
+    (tmp_path / "web" / "gone.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"input .*gone\.txt cannot be read: No such file or directory"):
+        find_inputs([str(tmp_path / "web")])
+
+
+def test_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jsonl")
+    for name in (tmp_path, tmp_path / "a.jsonl"):
+        with pytest.raises(UserError, match=r"a\.jsonl is neither a file nor a folder, as a pipe is"):
+            find_inputs([str(name)])
 
 
 def test_file_whose_name_is_a_pattern_is_itself(make: Callable[..., list[str]]) -> None:

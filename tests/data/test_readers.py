@@ -68,6 +68,21 @@ def test_text_file_is_one_document_with_its_line_ends(tmp_path: Path, name: str)
     assert read(tmp_path / name) == (["one\r\n\r\n  two\té\n"], [])
 
 
+@pytest.mark.parametrize("part_bytes", [1, 1 << 30])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_byte_order_mark_before_the_first_line_is_no_part_of_it(tmp_path: Path, name: str, part_bytes: int) -> None:
+    content = b"\xef\xbb\xbf" + jsonl(["one", "two"]).replace(b"\n", b"\r\n")
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    assert read(tmp_path / name, part_bytes) == (["one", "two"], [])
+
+
+@pytest.mark.parametrize("part_bytes", [1, 16, 1 << 30])
+def test_byte_order_mark_before_another_line_is_damage(tmp_path: Path, part_bytes: int) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "one"}\n\xef\xbb\xbf{"text": "two"}\n')
+    texts, bad = read(tmp_path / "a.jsonl", part_bytes)
+    assert texts == ["one"] and [problem.where for problem in bad] == [{"line": 2}]
+
+
 def test_files_of_several_members_are_read_to_their_end(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl(["one"])) + gzip.compress(jsonl(["two"])))
     (tmp_path / "a.jsonl.zst").write_bytes(zstd(jsonl(["one"])) + zstd(jsonl(["two"])))

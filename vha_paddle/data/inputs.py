@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import glob
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,8 @@ def find_inputs(names: Sequence[str]) -> list[InputFile]:
     """Resolve what the user named into files.
 
     Files keep the order of `names`. What a glob or a folder stands for is sorted by path, because the order in which a
-    file system lists files differs between machines. A file that is named twice is read once.
+    file system lists files differs between machines. Hidden files and folders below a folder are no input: editors,
+    version control and copying programs keep theirs there. Links are followed. A file that is named twice is read once.
 
     Raises:
         UserError: a name stands for nothing that can be read.
@@ -83,23 +85,42 @@ def find_inputs(names: Sequence[str]) -> list[InputFile]:
             try:
                 status = os.stat(path)
             except OSError as error:
-                raise UserError(f"input {path} cannot be read: {error.strerror}") from None
+                raise UserError(f"input {path} cannot be read: {error.strerror}; restore it, or take it away") from None
+            if not stat.S_ISREG(status.st_mode):
+                raise UserError(f"input {path} is neither a file nor a folder, as a pipe is; name a file")
             files.setdefault(os.path.realpath(path), InputFile(path, *known, status.st_size, status.st_mtime_ns))
     return list(files.values())
 
 
 def _paths(name: str) -> list[str]:
     if os.path.isdir(name):
-        below = [str(path) for path in Path(name).rglob("*") if _format_of(str(path)) and path.is_file()]
+        below = sorted(_below(name, set()), key=lambda path: Path(path).parts)
         if not below:
             raise UserError(f"input {name} has no file below it that ends in {_spelled_suffixes()}; name one that has")
-        return sorted(below, key=lambda path: Path(path).parts)
+        return below
     if os.path.exists(name):
         return [name]
     found = sorted(glob.glob(name, recursive=True))
     if not found:
         raise UserError(f"input {name} does not exist; name a file, a folder or a glob such as 'web/*.jsonl.gz'")
     return [path for match in found for path in (_paths(match) if os.path.isdir(match) else [match])]
+
+
+def _below(folder: str, visited: set[str]) -> Iterator[str]:
+    """Files of the known kinds below a folder that is not among those `visited`; a link may lead back to one."""
+    real = os.path.realpath(folder)
+    if real in visited:
+        return
+    visited.add(real)
+    try:
+        entries = [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if not name.startswith(".")]
+    except OSError as error:
+        raise UserError(f"input {folder} cannot be read: {error.strerror}") from None
+    for entry in entries:
+        if os.path.isdir(entry):
+            yield from _below(entry, visited)
+        elif _format_of(entry):
+            yield entry
 
 
 def _format_of(path: str) -> tuple[str, str] | None:

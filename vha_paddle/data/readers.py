@@ -3,11 +3,13 @@
 A document is one string of English, code or anything else; everything after this module sees only strings. JSONL has
 one on each line and Parquet one in each row, under a key; a plain-text file is one. Line ends and indentation are kept.
 A file is never read whole, a line that has no end is not either, and what was compressed is not taken at its word about
-how large it is: memory is bounded by `LONGEST_DOCUMENT`.
+how large it is: memory is bounded by `LONGEST_DOCUMENT`, and in Parquet, which packs many rows together, by what
+`parquet_pages` allows.
 """
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import json
@@ -22,12 +24,14 @@ import pyarrow.parquet
 
 from vha_paddle.data.corpus import builtin_documents
 from vha_paddle.data.inputs import Slice
+from vha_paddle.data.parquet_pages import Chunks, Refused, largest_page, read_chunks
 
 LONGEST_DOCUMENT = 64 << 20  # bytes of a document, or of the line that holds it
 
 _BUFFER = 1 << 20
 _ZSTD_BUFFER = 1 << 16  # what lies in it before a cut is lost with it
-_ROWS = 128  # of a Parquet file, decoded together
+_ROWS = 128  # of a Parquet file, decoded together at most
+_ROW_BYTES = 16 << 20  # that these may have together, unless one has more
 # What reading a damaged file can raise: the file system, gzip, and Arrow's zstd and Parquet readers.
 _DAMAGE = (OSError, EOFError, zlib.error, pyarrow.ArrowException, UnicodeDecodeError)  # the last of a damaged schema
 
@@ -112,7 +116,7 @@ def _text(piece: Slice, _: str, on_bad: Callable[[Bad], None], reached: Callable
             content = file.read(LONGEST_DOCUMENT + 1)
         if len(content) > LONGEST_DOCUMENT:
             raise _Unusable(f"is longer than {LONGEST_DOCUMENT:,} bytes; divide it, or make it JSONL")
-        yield _document(_decoded(content.removeprefix(b"\xef\xbb\xbf")))
+        yield _document(_decoded(content.removeprefix(codecs.BOM_UTF8)))
     except _Unusable as error:
         on_bad(Bad("file", piece.path, {}, str(error)))
     except _DAMAGE as error:
@@ -135,6 +139,8 @@ def _jsonl(
                     break
                 number += 1
                 position += len(line)
+                if number == 1 and piece.start == 0:
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 try:
                     if len(line) > LONGEST_DOCUMENT and not line.endswith(b"\n"):
                         position += _skip_line(file)
@@ -215,8 +221,9 @@ def _parquet(
     piece: Slice, text_key: str, on_bad: Callable[[Bad], None], reached: Callable[[int], None]
 ) -> Iterator[Document]:
     try:
+        chunks = read_chunks(piece.path)
         file = pyarrow.parquet.ParquetFile(piece.path, buffer_size=_BUFFER, pre_buffer=False)
-    except _DAMAGE as error:
+    except (Refused, *_DAMAGE) as error:
         if piece.start == 0:  # the other slices of the file are lost with the same footer
             on_bad(Bad("file", piece.path, {}, _spelled(error)))
         return
@@ -230,7 +237,7 @@ def _parquet(
         mine = [group for group in range(groups) if piece.start <= group * piece.file_bytes // groups < piece.stop]
         for done, group in enumerate(mine):
             rows = max(file.metadata.row_group(group).num_rows, 1)
-            documents = _row_group(file, group, piece.path, text_key, on_bad)
+            documents = _row_group(file, group, piece.path, chunks, text_key, on_bad)
             for row, document in enumerate(documents, start=1):
                 reached(piece.bytes * (done * rows + row) // (len(mine) * rows))
                 yield document
@@ -247,27 +254,36 @@ def _column_problem(file: pyarrow.parquet.ParquetFile, text_key: str) -> str | N
 
 
 def _row_group(
-    file: pyarrow.parquet.ParquetFile, group: int, path: str, text_key: str, on_bad: Callable[[Bad], None]
+    file: pyarrow.parquet.ParquetFile,
+    group: int,
+    path: str,
+    chunks: Chunks,
+    text_key: str,
+    on_bad: Callable[[Bad], None],
 ) -> Iterator[Document]:
     row = 0
     try:
-        for batch in file.iter_batches(_ROWS, row_groups=[group], columns=[text_key], use_threads=False):
+        column = [file.schema.column(number).path for number in range(len(file.schema))].index(text_key)
+        largest = largest_page(path, chunks, group, column)
+        rows = min(max(_ROW_BYTES // max(largest, 1), 1), _ROWS)
+        for batch in file.iter_batches(rows, row_groups=[group], columns=[text_key], use_threads=False):
             for value in batch.column(0):
                 try:
                     yield _from_value(value)
                 except _Unusable as error:
                     on_bad(Bad("row", path, {"row_group": group, "row": row}, str(error)))
                 row += 1
-    except _DAMAGE as error:
+    except (Refused, *_DAMAGE) as error:
         on_bad(Bad("row_group", path, {"row_group": group, "after_row": row}, _spelled(error)))
 
 
 def _from_value(value: Any) -> Document:
     if not value.is_valid:
         raise _Unusable("is null; it must be a string")
-    content = value.as_buffer().to_pybytes()
-    if len(content) > LONGEST_DOCUMENT:
+    buffer = value.as_buffer()
+    if buffer.size > LONGEST_DOCUMENT:
         raise _Unusable(f"is longer than {LONGEST_DOCUMENT:,} bytes; divide the document")
+    content = buffer.to_pybytes()
     return Document(_decoded(content), content)
 
 
