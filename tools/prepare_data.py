@@ -23,11 +23,11 @@ from vha_paddle.errors import run_tool
 
 EXAMPLES = """
 examples:
-  # 2 MB of English that ships with Python, and a tokenizer of 4,096 pieces made from it: no download
-  python tools/prepare_data.py --builtin --train-tokenizer 4096 --out data/builtin
+  # 2 MB of English that ships with Python, and a tokenizer of 2,048 pieces made from it, for recipes/quickstart.yaml
+  python tools/prepare_data.py --builtin --train-tokenizer 2048 --out data/quickstart
 
   # your own text, same tokenizer: a .txt file is one document, a .jsonl file one on each line, under "text"
-  python tools/prepare_data.py books/ web.jsonl --tokenizer data/builtin/tokenizer.model --out data/mine
+  python tools/prepare_data.py books/ web.jsonl --tokenizer data/quickstart --out data/mine
 
   # FineWeb-Edu's Parquet files, and the tokenizer of a Hugging Face model
   python tools/prepare_data.py 'fineweb-edu/*.parquet' --tokenizer models/Qwen3-0.6B-Base --out data/edu
@@ -45,8 +45,8 @@ examples:
   python tools/prepare_data.py /shared/web --tokenizer /shared/qwen --shard 3/8 --out /shared/web-3
   python tools/prepare_data.py --merge /shared/web-* --out /shared/web-tokens
 
-  # the number of training tokens, for a script
-  python tools/prepare_data.py --builtin --train-tokenizer 4096 --out data/b --json | jq .splits.train.tokens
+  # the number of training tokens, for a script; what is done already is not done again
+  python tools/prepare_data.py --builtin --train-tokenizer 2048 --out data/quickstart --json | jq .splits.train.tokens
 
 input: .jsonl, .jsonl.gz, .jsonl.zst (a document on each line), .parquet (one in each row), .txt, .txt.gz, .txt.zst (one
   document). Documents of white space alone are left out; one of more than 64 MiB is an error.
@@ -57,7 +57,7 @@ output: DIR holds the tokenizer (tokenizer.model, or tokenizer.json and the file
 end of documents: each ends with the tokenizer's eos_token (tokenizer_config.json), which is printed; with --eod-token
   another one becomes the eos_token of DIR's copy. Text that spells a special token is encoded as text.
 interruption: DIR appears whole or not at all. What is done is kept in .DIR.work beside it; the same command continues
-  there. It needs as much space as DIR.
+  there, and does nothing once DIR is complete. It needs as much space as DIR.
 more: docs/data.md
 exit status: 0 done, 1 could not write or a worker was killed, 2 wrong input
 """
@@ -156,7 +156,10 @@ def describe(summary: dict[str, Any]) -> str:
         if "unigram_entropy_nats" in split:
             line += f", unigram entropy {split['unigram_entropy_nats']:.3f} nats"
         lines.append(line)
-    lost = [f"{number:,} {kind.replace('_', ' ')}s" for kind, number in summary["skipped"].items() if number]
+    if not any(split["documents"] for split in summary["splits"].values()):
+        lines.append("empty       no document fell to this share; --merge takes it all the same")
+    skipped = summary["skipped"].items()
+    lost = [f"{number:,} {kind.replace('_', ' ')}{'s' * (number > 1)}" for kind, number in skipped if number]
     if lost:
         lines.append(f"skipped     {about}{', '.join(lost)}" + ("" if projected else ", listed in skipped.jsonl"))
     if projected:
@@ -167,7 +170,12 @@ def describe(summary: dict[str, Any]) -> str:
         took = f"{projected['seconds']:,.0f} s of reading and encoding with {projected['workers']} workers"
         space = f", {projected['output_bytes']:,} bytes, twice while it works" if "output_bytes" in projected else ""
         lines.append(f"would take  about {took}{space}")
-    lines.append(f"{'would write' if summary['dry_run'] else 'wrote'} {summary['out']}")
+    if summary["dry_run"]:
+        lines.append(f"would write {summary['out']}")
+    elif summary["already_complete"]:
+        lines.append(f"{summary['out']} was complete before, and is left as it is; --overwrite would make it anew")
+    else:
+        lines.append(f"wrote {summary['out']}")
     return "\n".join(lines)
 
 
@@ -194,7 +202,8 @@ def main() -> None:
             num_shards=num_shards,
         )
         summary = estimate(plan) if arguments.dry_run else prepare(plan, progress)
-    print(json.dumps(summary, indent=2) if arguments.json else describe(summary))
+    text = json.dumps(summary, indent=2) if arguments.json else describe(summary)
+    print(text.encode(errors="backslashreplace").decode())  # the name of a file may be no UTF-8
 
 
 if __name__ == "__main__":

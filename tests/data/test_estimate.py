@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +14,7 @@ import pytest
 from tests.data.prepared import as_jsonl, plan_for, run_tool, write_mixed
 from vha_paddle.data import estimate as estimate_module
 from vha_paddle.data.estimate import estimate
+from vha_paddle.data.inputs import Part
 from vha_paddle.data.prepare import Plan, prepare
 from vha_paddle.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from vha_paddle.errors import UserError
@@ -52,6 +55,49 @@ def test_large_input_is_projected_from_a_sample(
         projected, true = (sum(split[key] for split in summary["splits"].values()) for summary in (found, made))
         assert abs(projected - true) < 0.1 * true, key
     assert found["estimate"]["seconds"] > 0
+
+
+def test_parts_that_hold_much_and_little_text_to_a_byte_are_weighed_by_their_bytes(
+    plan: Plan, tmp_path: Path, make_documents: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of Parquet holds one row group or two, and a compressed one more text; of each as much text is read."""
+    monkeypatch.setattr(estimate_module, "SAMPLED_BYTES", 10_000)
+    texts = make_documents(1600)
+    (tmp_path / "mixed").mkdir()
+    for number, length in enumerate((0, 0, 500, 1500)):
+        lines = [json.dumps({"text": text, "padding": "x" * length}) + "\n" for text in texts]
+        part = "".join(lines)[:500_000]
+        (tmp_path / "mixed" / f"{number}.jsonl").write_text(part[: part.rindex("\n")])
+    mixed = replace(plan, inputs=(tmp_path / "mixed",), part_bytes=500_000)
+    found, made = estimate(mixed), prepare(mixed)
+    projected, true = (sum(split["tokens"] for split in summary["splits"].values()) for summary in (found, made))
+    assert abs(projected - true) < 0.05 * true
+
+
+@pytest.mark.parametrize("num_parts", [9, 15, 17])
+def test_sample_is_spread_over_the_input(
+    plan: Plan, tmp_path: Path, num_parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled = []
+
+    def sample(part: Part, *_: object) -> tuple[int, bool]:
+        sampled.append(part[0].path)
+        return 100, True
+
+    monkeypatch.setattr(estimate_module, "_sample", sample)
+    (tmp_path / "spread").mkdir()
+    for number in range(num_parts):
+        (tmp_path / "spread" / f"{number:02}.txt").write_text("x" * 100)
+    estimate(replace(plan, inputs=(tmp_path / "spread",), part_bytes=100))
+    numbers = [int(Path(path).stem) for path in sampled]
+    assert len(numbers) == 8 and numbers[0] == 0 and numbers[-1] >= num_parts * 7 // 8
+    assert max(after - before for before, after in itertools.pairwise(numbers)) <= -(-num_parts // 8)
+
+
+def test_builtin_corpus_is_counted(tmp_path: Path) -> None:
+    plan = Plan(tmp_path / "out", None, None, 2048, 0.05, False)
+    found = estimate(plan)
+    assert found["estimate"]["exact"] and found["splits"]["train"]["bytes"] > 1_000_000
 
 
 def test_tokenizer_to_be_trained_leaves_tokens_open(plan: Plan) -> None:

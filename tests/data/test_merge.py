@@ -65,6 +65,25 @@ def edit(folder: Path, change: Callable[[Any], object]) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
+def test_merge_that_is_done_is_not_repeated(shards: list[Path], tmp_path: Path) -> None:
+    first = merge(tmp_path / "merged", shards, overwrite=False)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "merged").iterdir()}
+    again = merge(tmp_path / "merged", shards[::-1], overwrite=False)
+    assert again == first | {"already_complete": True} and not first["already_complete"]
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "merged").iterdir()} == before
+    (shards[1] / "manifest.json").touch()
+    with pytest.raises(UserError, match=r"shard .*shard-2 was changed after they were made; name another folder"):
+        merge(tmp_path / "merged", shards, overwrite=False)
+
+
+def test_shard_is_not_replaced_by_the_whole(shards: list[Path], tmp_path: Path) -> None:
+    before = contents(shards[1])
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match=r"out .*shard-1/\.\./shard-2 is one of the shards that are merged"):
+            merge(shards[0] / ".." / "shard-2", shards, overwrite=overwrite)
+    assert contents(shards[1]) == before
+
+
 def test_missing_shard_is_a_user_error(shards: list[Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="shard 2/3 is missing; give every shard once"):
         merge(tmp_path / "merged", [shards[0], shards[2]], overwrite=False)
@@ -98,7 +117,19 @@ def test_shards_that_were_made_otherwise_are_a_user_error(
 
 
 @pytest.mark.parametrize(
-    "change", [lambda m: m.pop("shard"), lambda m: m.update(shard=3), lambda m: m["splits"]["train"].pop("tokens")]
+    "change",
+    [
+        lambda m: m.pop("shard"),
+        lambda m: m.update(shard=3),
+        lambda m: m.update(shard="1/2/3"),
+        lambda m: m["splits"]["train"].pop("tokens"),
+        lambda m: m["splits"]["train"].update(documents="9"),
+        lambda m: m["splits"].update({"../../elsewhere": m["splits"]["train"]}),
+        lambda m: m.pop("options"),
+        lambda m: m["options"].update(validation_fraction=None),
+        lambda m: m.update(inputs=["a"]),
+        lambda m: m["skipped"].update(line=[]),
+    ],
 )
 def test_folder_without_proper_manifest_is_a_user_error(
     shards: list[Path], tmp_path: Path, change: Callable[[Any], object]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tokenizers
 
 from tests.data.prepared import FILES, as_jsonl, contents, plan_for, run_tool, write_mixed
 from vha_paddle import __version__
+from vha_paddle.data.estimate import estimate
 from vha_paddle.data.indexed import IndexedTokens
 from vha_paddle.data.loader import unigram_entropy
 from vha_paddle.data.parts import split_of
@@ -114,6 +117,85 @@ def test_overwrite_replaces_all_earlier_data(plan: Plan) -> None:
     assert {path.name for path in plan.out.iterdir()} == {name for name in FILES if "validation" not in name}
 
 
+def _state(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_command_that_is_done_is_not_repeated(
+    plan: Plan, tokenizer: SentencePieceTokenizer, tmp_path: Path, train: bool
+) -> None:
+    if not train:
+        (tmp_path / "given.model").write_bytes(tokenizer.model_bytes)
+        plan = replace(plan, tokenizer=tmp_path / "given.model", train_vocab_size=None)
+    first, before = prepare(plan), _state(plan.out)
+    again = prepare(replace(plan, workers=2))
+    assert again == first | {"already_complete": True} and not first["already_complete"]
+    assert _state(plan.out) == before and not list(tmp_path.glob(".*"))
+    anew = prepare(replace(plan, overwrite=True))
+    assert anew == first and _state(plan.out) != before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"validation_fraction": 0.3}, "its validation_fraction is 0.2, that of this command 0.3"),
+        ({"train_vocab_size": 340}, "its train_tokenizer is 350, that of this command 340"),
+        ({"skip_bad": True}, 'its on_error is "fail", that of this command "skip"'),
+        ({"text_key": "content"}, 'its text_key is "text", that of this command "content"'),
+    ],
+)
+def test_other_command_for_data_that_are_done_is_told_the_difference(
+    plan: Plan, change: dict[str, object], message: str
+) -> None:
+    prepare(plan)
+    before = _state(plan.out)
+    with pytest.raises(UserError, match=f"holds the data of another command: {message}; .* --overwrite"):
+        prepare(replace(plan, **change))  # type: ignore[arg-type]
+    assert _state(plan.out) == before
+
+
+def test_input_that_changed_since_is_told(plan: Plan, corpus_file: Path) -> None:
+    prepare(plan)
+    corpus_file.write_bytes(corpus_file.read_bytes().swapcase().replace(b"TEXT", b"text"))
+    with pytest.raises(UserError, match=r"its input .*text\.jsonl was changed after they were made"):
+        prepare(plan)
+    corpus_file.write_bytes(corpus_file.read_bytes() * 2)
+    with pytest.raises(UserError, match=r"its input .*text\.jsonl has another name, size"):
+        prepare(plan)
+
+
+@pytest.mark.parametrize("name", ["train.bin", "validation.idx", "tokenizer.model", "train.json"])
+def test_data_that_are_done_and_damaged_since_are_told(plan: Plan, name: str) -> None:
+    prepare(plan)
+    content = (plan.out / name).read_bytes()
+    (plan.out / name).write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match=r"holds these data, and is damaged \(.*name another folder or replace"):
+        prepare(plan)
+
+
+def test_manifest_that_is_damaged_since_is_told(plan: Plan) -> None:
+    prepare(plan)
+    path = plan.out / "manifest.json"
+    whole = path.read_text()
+    for splits in ([], {"train": 1}, {"train": {"documents": 5}, "other": {"documents": 1}}, None):
+        path.write_text(json.dumps(json.loads(whole) | {"splits": splits}))
+        with pytest.raises(UserError, match=r"holds these data, and is damaged \("):
+            prepare(plan)
+    for content in (whole[:-10], "[]", "", "[" * 100_000):
+        path.write_text(content)
+        with pytest.raises(UserError, match="is not empty; name another folder or replace"):
+            prepare(plan)
+
+
+def test_data_that_are_done_but_for_a_tokenizer_of_another_are_told(plan: Plan, tmp_path: Path) -> None:
+    prepare(replace(plan, out=tmp_path / "other", train_vocab_size=340))
+    prepare(plan)
+    (plan.out / "tokenizer.model").write_bytes((tmp_path / "other" / "tokenizer.model").read_bytes())
+    with pytest.raises(UserError, match="holds these data, and another tokenizer"):
+        prepare(plan)
+
+
 def test_failure_keeps_earlier_data_and_what_is_done(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,13 +224,17 @@ def test_folder_that_cannot_be_written_is_a_run_error(plan: Plan, corpus_file: P
         ({"train_vocab_size": None}, "give either a tokenizer to use or"),
         ({"train_vocab_size": 260}, "vocabulary size 260 must be above 260"),
         ({"train_vocab_size": 100_000}, "no tokenizer of 100000 ids can be trained"),
+        ({"train_vocab_size": 261}, r"no tokenizer of 261 ids can be trained .* Increase vocab_size\.$"),
         ({"validation_fraction": 1.0}, r"validation_fraction 1.0 must be in \[0, 1\)"),
         ({"validation_fraction": 1e-9}, "no document falls into the validation split"),
         ({"validation_fraction": 1 - 1e-9}, "no tokenizer can be trained: the documents hold no text"),
         ({"workers": 0}, "workers 0 must be at least 1"),
-        ({"shard": 0, "num_shards": 2}, "shard 0/2 must be from 1/2 up"),
-        ({"shard": 3, "num_shards": 2}, "shard 3/2 must be from 1/2 up"),
+        ({"shard": 0, "num_shards": 2}, "shard 0/2: K of K/N must be from 1 to N"),
+        ({"shard": 3, "num_shards": 2}, "shard 3/2: K of K/N must be from 1 to N"),
         ({"shard": 1, "num_shards": 2}, "shards must share one tokenizer"),
+        ({"out": Path(".")}, "out . is no name of a folder to make"),
+        ({"out": Path("a/..")}, "out a/.. is no name of a folder to make"),
+        ({"out": Path("/")}, "out / is no name of a folder to make"),
         ({"inputs": (Path("gone.txt"),)}, "input gone.txt does not exist"),
         ({"tokenizer": Path("gone.model"), "train_vocab_size": None}, "tokenizer gone.model cannot be read"),
     ],
@@ -212,7 +298,7 @@ def test_bytes_depend_neither_on_workers_nor_on_parts(mixed: Plan, tmp_path: Pat
 def test_manifest_says_how_the_folder_came(mixed: Plan, tmp_path: Path, tokenizer: SentencePieceTokenizer) -> None:
     summary = prepare(mixed)
     manifest = json.loads((mixed.out / "manifest.json").read_text())
-    assert summary == {"out": str(mixed.out), "dry_run": False} | manifest
+    assert summary == {"out": str(mixed.out), "dry_run": False, "already_complete": False} | manifest
     assert manifest["version"] == __version__
     assert manifest["source"] == str(tmp_path / "text")
     files = sorted((tmp_path / "text").iterdir())
@@ -220,6 +306,7 @@ def test_manifest_says_how_the_folder_came(mixed: Plan, tmp_path: Path, tokenize
     assert manifest["options"] == {
         "text_key": "text",
         "validation_fraction": 0.2,
+        "train_tokenizer": None,
         "on_error": "fail",
         "part_bytes": mixed.part_bytes,
     }
@@ -237,6 +324,34 @@ def test_blank_documents_are_left_out_and_counted(mixed: Plan, tmp_path: Path) -
     summary = prepare(mixed)
     assert summary["blank"] == 3
     assert sum(split["documents"] for split in summary["splits"].values()) == 121
+
+
+def test_input_without_a_document_says_so(mixed: Plan, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(as_jsonl(["", " \n"]) + b"{\n")
+    plan = replace(mixed, inputs=(tmp_path / "a.jsonl",), skip_bad=True)
+    with pytest.raises(UserError, match="holds no document but 2 of white space, and 1 lines, rows or files were skip"):
+        prepare(plan)
+    (tmp_path / "a.jsonl").write_bytes(b"")
+    with pytest.raises(UserError, match="the input holds no document; give text"):
+        prepare(plan)
+
+
+def test_documents_without_a_token_are_blank(mixed: Plan, tmp_path: Path) -> None:
+    """BERT's normalizer takes control characters away."""
+    fast = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "fox": 1, "[SEP]": 2}, unk_token="[UNK]"))
+    fast.normalizer = tokenizers.normalizers.BertNormalizer()
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    fast.add_special_tokens(["[SEP]"])
+    (tmp_path / "bert").mkdir()
+    fast.save(str(tmp_path / "bert" / "tokenizer.json"))
+    (tmp_path / "bert" / "tokenizer_config.json").write_text('{"eos_token": "[SEP]"}')
+    (tmp_path / "a.jsonl").write_bytes(as_jsonl(["a fox", "\x01\x02", "\u200b", "fox"]))
+    plan = replace(mixed, inputs=(tmp_path / "a.jsonl",), tokenizer=tmp_path / "bert", validation_fraction=0.0)
+    assert estimate(replace(plan, out=tmp_path / "dry"))["blank"] == 2
+    summary = prepare(plan)
+    assert summary["blank"] == 2
+    assert {"documents": 2, "bytes": 8, "tokens": 5}.items() <= summary["splits"]["train"].items()
+    assert IndexedTokens(plan.out / "train").tokens.tolist() == [0, 1, 2, 1, 2]
 
 
 @pytest.fixture
@@ -352,8 +467,32 @@ def test_command_exits_1_when_it_cannot_write(corpus_file: Path, tmp_path: Path)
     assert done.stderr.startswith("error: cannot write text.jsonl/x")
 
 
+def test_command_that_is_done_succeeds_again_and_says_so(corpus_file: Path, tmp_path: Path) -> None:
+    command = ("text.jsonl", "--train-tokenizer", 350, "--out", "data")
+    first, again = (run_tool(*command, folder=tmp_path) for _ in range(2))
+    assert (again.returncode, again.stderr) == (first.returncode, first.stderr) == (0, "")
+    assert first.stdout.endswith("wrote data\n")
+    assert again.stdout.endswith("data was complete before, and is left as it is; --overwrite would make it anew\n")
+    assert json.loads(run_tool(*command, "--json", folder=tmp_path).stdout)["already_complete"]
+
+
+def test_file_whose_name_is_not_utf8_is_read_and_listed(
+    tmp_path: Path, documents: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-8:strict")
+    name = os.fsdecode(b"\xff\xe9t\xc3\xa9.jsonl")
+    (tmp_path / name).write_bytes(as_jsonl(documents) + b"{\n")
+    done = run_tool(name, "--train-tokenizer", 350, "--out", "data", folder=tmp_path)
+    assert done.returncode == 2 and "\\udcff\\udce9t\u00e9.jsonl:121 is not JSON" in done.stderr
+    command = (name, "--train-tokenizer", 350, "--out", "data", "--on-error", "skip")
+    done = run_tool(*command, folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "") and "\\udcff\\udce9t\u00e9.jsonl" in done.stdout
+    (listed,) = (tmp_path / "data" / "skipped.jsonl").read_text("utf-8").splitlines()
+    assert json.loads(listed)["file"] == name
+
+
 def test_command_help_teaches_with_examples(tmp_path: Path) -> None:
     done = run_tool("--help", folder=tmp_path)
     assert done.returncode == 0
-    assert "python tools/prepare_data.py --builtin --train-tokenizer 4096 --out" in done.stdout
+    assert "python tools/prepare_data.py --builtin --train-tokenizer 2048 --out data/quickstart" in done.stdout
     assert "exit status:" in done.stdout

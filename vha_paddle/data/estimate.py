@@ -7,8 +7,8 @@ from typing import Any
 
 from vha_paddle.data.folder import check_out, check_splits, tokenizer_figures
 from vha_paddle.data.indexed_format import token_type
-from vha_paddle.data.inputs import Part
-from vha_paddle.data.parts import Counts, SplitCount, batches, labelled_documents
+from vha_paddle.data.inputs import Part, part_bytes
+from vha_paddle.data.parts import Counts, SplitCount, batches, encoded, labelled_documents
 from vha_paddle.data.prepare import Input, Plan, check_plan
 from vha_paddle.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -32,30 +32,33 @@ def estimate(plan: Plan) -> dict[str, Any]:
     check_out(plan.out, plan.overwrite)
     source = Input(plan)
     tokenizer = None if plan.tokenizer is None else load_tokenizer(plan.tokenizer, plan.eod_token)
-    step = max(1, len(source.parts) // SAMPLED_PLACES)
-    sampled = source.parts[::step][:SAMPLED_PLACES]
+    places = min(SAMPLED_PLACES, len(source.parts))
+    sampled = [source.parts[len(source.parts) * place // places] for place in range(places)]
 
-    start = time.perf_counter()
     counts = Counts.none(plan.reading.splits)
     exact = len(sampled) == len(source.parts)
-    read_bytes = 0
+    unseen = 1.0 if exact else source.bytes / max(sum(map(part_bytes, sampled)), 1)
+    read_bytes, seconds = 0, 0.0
     for part in sampled:
-        read, ended = _sample(part, plan, tokenizer, counts)
+        start = time.perf_counter()
+        here = Counts.none(plan.reading.splits)
+        read, ended = _sample(part, plan, tokenizer, here)
+        # Each place stands for its own part, of which more bytes may have been read for as much text.
+        scale = unseen * (1.0 if ended else part_bytes(part) / max(read, 1))
+        counts.add(_scaled(here, scale))
+        seconds += (time.perf_counter() - start) * scale
         read_bytes += read
         exact = exact and ended
-    seconds = time.perf_counter() - start
 
     if exact and plan.num_shards == 1:
         check_splits(counts, plan.validation_fraction)
-    scale = 1.0 if exact else source.bytes / max(read_bytes, 1)
-    splits = {name: _scaled(split, scale) for name, split in counts.splits.items()}
     found = {
         "exact": exact,
         "input_files": len(source.files),
         "input_bytes": source.bytes,
         "parts": len(source.parts),
         "sampled_bytes": read_bytes,
-        "seconds": seconds * scale / min(plan.workers, max(len(source.parts), 1)),
+        "seconds": seconds / min(plan.workers, max(len(source.parts), 1)),
         "workers": plan.workers,
     }
     if tokenizer is None:
@@ -63,21 +66,26 @@ def estimate(plan: Plan) -> dict[str, Any]:
     else:
         figures = tokenizer_figures(tokenizer)
         width = token_type(tokenizer.vocab_size).itemsize
-        found["output_bytes"] = sum(width * split.tokens + _IDX_BYTES * split.documents for split in splits.values())
+        found["output_bytes"] = sum(
+            width * split.tokens + _IDX_BYTES * split.documents for split in counts.splits.values()
+        )
     return {
         "out": str(plan.out),
         "dry_run": True,
         "source": source.source,
         "tokenizer": figures,
-        "splits": {name: _as_json(split, tokenizer) for name, split in splits.items()},
-        "blank": round(counts.blank * scale),
-        "skipped": {kind: round(number * scale) for kind, number in counts.skipped.items()},
+        "splits": {name: _as_json(split, tokenizer) for name, split in counts.splits.items()},
+        "blank": counts.blank,
+        "skipped": counts.skipped,
         "estimate": found,
     }
 
 
 def _sample(part: Part, plan: Plan, tokenizer: Tokenizer | None, counts: Counts) -> tuple[int, bool]:
-    """Count the first documents of a part; returns the input bytes they took, and whether the part ended."""
+    """Count the first documents of a part; returns the input bytes they took, and whether the part ended.
+
+    The built-in corpus, which has no bytes to be measured by, is read to its end.
+    """
     read = text_bytes = 0
 
     def advance(count: int) -> None:
@@ -86,20 +94,26 @@ def _sample(part: Part, plan: Plan, tokenizer: Tokenizer | None, counts: Counts)
 
     for batch in batches(labelled_documents(part, plan.reading, counts, advance=advance)):
         for name, documents in batch.items():
+            text_bytes += sum(len(document.utf8) for document in documents)
             split = counts.splits[name]
+            if tokenizer is not None:
+                kept = encoded(documents, tokenizer, counts)
+                split.tokens += sum(len(ids) + 1 for _, ids in kept)
+                documents = [document for document, _ in kept]
             split.documents += len(documents)
             split.bytes += sum(len(document.utf8) for document in documents)
-            if tokenizer is not None:
-                ids = tokenizer.encode_batch([document.text for document in documents])
-                split.tokens += sum(map(len, ids)) + len(documents)
-            text_bytes += sum(len(document.utf8) for document in documents)
-        if text_bytes >= SAMPLED_BYTES:
+        if text_bytes >= SAMPLED_BYTES and part_bytes(part):
             return read, False
     return read, True
 
 
-def _scaled(split: SplitCount, scale: float) -> SplitCount:
-    return SplitCount(round(split.documents * scale), round(split.bytes * scale), round(split.tokens * scale))
+def _scaled(counts: Counts, scale: float) -> Counts:
+    splits = {
+        name: SplitCount(round(split.documents * scale), round(split.bytes * scale), round(split.tokens * scale))
+        for name, split in counts.splits.items()
+    }
+    skipped = {kind: round(number * scale) for kind, number in counts.skipped.items()}
+    return Counts(splits, round(counts.blank * scale), skipped)
 
 
 def _as_json(split: SplitCount, tokenizer: Tokenizer | None) -> dict[str, int]:

@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from vha_paddle.data.indexed import IndexedTokens
 from vha_paddle.data.indexed_writer import Piece, join_pieces
 from vha_paddle.data.parts import SKIPPED_FILE, TRAIN, VALIDATION, Counts
-from vha_paddle.data.tokenizer import Tokenizer, save_tokenizer
+from vha_paddle.data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from vha_paddle.data.tokenizer_files import HF_FILE, TOKENIZER_FILES
 from vha_paddle.errors import UserError
 
@@ -57,12 +58,23 @@ def file_names() -> set[str]:
     return indexed | set(TOKENIZER_FILES) | {MANIFEST_FILE, SKIPPED_FILE}
 
 
+def check_name(out: Path) -> None:
+    """Refuse an output folder that cannot take its name when it is whole.
+
+    Raises:
+        UserError: it is `.`, `..` or `/`.
+    """
+    if out.name in ("", ".."):
+        raise UserError(f"out {out} is no name of a folder to make; give one, such as data/web")
+
+
 def check_out(out: Path, overwrite: bool) -> None:
     """Refuse an output folder that holds anything that must not be replaced.
 
     Raises:
-        UserError: it is a file, or it holds data and `overwrite` is false, or something else.
+        UserError: it has no name, it is a file, or it holds data and `overwrite` is false, or something else.
     """
+    check_name(out)
     if out.exists() and not out.is_dir():
         raise UserError(f"out {out} is a file; name a folder")
     present = set(os.listdir(out)) if out.is_dir() else set()
@@ -73,12 +85,75 @@ def check_out(out: Path, overwrite: bool) -> None:
         raise UserError(f"out {out} holds {foreign[0]}, which is not prepared data; name another folder")
 
 
+def finished(out: Path, expected: dict[str, Any], sources: Sequence[tuple[str, int]]) -> dict[str, Any] | None:
+    """What `manifest.json` says, if `out` holds the data already that were going to be made.
+
+    Args:
+        expected: what of a manifest is known beforehand.
+        sources: name and time of change, in nanoseconds, of what the data are made from.
+
+    Returns:
+        The manifest, or None where there is none.
+
+    Raises:
+        UserError: `out` holds other data, or they are damaged.
+    """
+    path = out / MANIFEST_FILE
+    try:
+        content: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        found, changed = _flat(content), os.stat(path).st_mtime_ns
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    wanted = _flat(expected)
+    remedy = "name another folder or replace its data with --overwrite"
+    other = difference({key: found.get(key) for key in wanted}, wanted)
+    if other is None:
+        other = next((f"{name} was changed after they were made" for name, time in sources if time > changed), None)
+    if other is not None:
+        raise UserError(f"out {out} holds the data of another command: {other}; {remedy}")
+    try:
+        for name, split in content["splits"].items():
+            if split["documents"]:
+                IndexedTokens(out / name)
+        whole = load_tokenizer(out).digest == content["tokenizer"]["sha256"]
+    except (UserError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"out {out} holds these data, and is damaged ({error}); {remedy}") from None
+    if not whole:
+        raise UserError(f"out {out} holds these data, and another tokenizer; {remedy}")
+    return content
+
+
+def _flat(content: Mapping[str, Any]) -> dict[str, Any]:
+    inputs = [[file["path"], file["bytes"]] for file in content["inputs"]]
+    return {**content, **content["options"], "options": None, "inputs": inputs}
+
+
+def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The first thing in which two descriptions of a job differ, or None. Each of their inputs begins with its name."""
+    for key in {**before, **now}:
+        old, new = before.get(key), now.get(key)
+        if old == new:
+            continue
+        if key == "inputs" and isinstance(old, list) and isinstance(new, list):
+            for one, other in zip(old, new, strict=False):
+                if one != other:
+                    return f"its input {one[0]} has another name, size or time of change than {other[0]} now"
+            return f"it has {len(old)} input files, this command {len(new)}"
+        return f"its {key} is {json.dumps(old)}, that of this command {json.dumps(new)}"
+    return None
+
+
 def check_splits(counts: Counts, validation_fraction: float) -> None:
     """Refuse data of which a split is empty.
 
     Raises:
         UserError: so it is.
     """
+    if not any(split.documents for split in counts.splits.values()):
+        blank = f" but {counts.blank:,} of white space" if counts.blank else ""
+        lost = sum(counts.skipped.values())
+        skipped = f", and {lost:,} lines, rows or files were skipped" if lost else ""
+        raise UserError(f"the input holds no document{blank}{skipped}; give text")
     for name, split in counts.splits.items():
         if split.documents == 0:
             raise UserError(

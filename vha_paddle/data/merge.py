@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from vha_paddle.data.folder import MANIFEST_FILE, Origin, Progress, check_splits, write_folder
+from vha_paddle.data.folder import MANIFEST_FILE, Origin, Progress, check_splits, finished, write_folder
 from vha_paddle.data.indexed import IndexedTokens
 from vha_paddle.data.indexed_format import HEADER, suffixed
 from vha_paddle.data.indexed_writer import Piece
-from vha_paddle.data.parts import SKIPPED_FILE, Counts, SplitCount
+from vha_paddle.data.parts import BAD_KINDS, SKIPPED_FILE, TRAIN, VALIDATION, Counts, SplitCount
 from vha_paddle.data.prepare import silent
 from vha_paddle.data.tokenizer import load_tokenizer
 from vha_paddle.data.workspace import make_once
@@ -41,14 +42,19 @@ def merge(out: Path, folders: Sequence[Path], overwrite: bool, progress: Progres
         UserError: a folder is no shard, one is missing or there twice, or they were not made alike.
         RunError: a file is damaged, or the folder could not be written.
     """
+    if os.path.realpath(out) in map(os.path.realpath, folders):
+        raise UserError(f"out {out} is one of the shards that are merged; name another folder")
     shards = sorted((_read(folder) for folder in folders), key=lambda shard: shard.number)
     _check(shards)
     job = {"version": shards[0].manifest["version"], "merge": [[str(s.folder), s.manifest] for s in shards]}
+    expected = asdict(_origin(shards[0])) | {"tokenizer": shards[0].manifest["tokenizer"]}
+    times = [(f"shard {s.folder}", os.stat(s.folder / MANIFEST_FILE).st_mtime_ns) for s in shards]
     return make_once(
         out,
         overwrite,
         job,
-        lambda workspace: {"out": str(out), "dry_run": False} | _merge(shards, workspace.whole, progress),
+        lambda: finished(out, expected, times),
+        lambda workspace: _merge(shards, workspace.whole, progress),
     )
 
 
@@ -56,11 +62,29 @@ def _read(folder: Path) -> _Shard:
     path = folder / MANIFEST_FILE
     try:
         manifest = json.loads(path.read_text("utf-8"))
-        number, num_shards = map(int, manifest["shard"].split("/"))
-        _counts(manifest)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        shard = _Shard(folder, manifest, *map(int, manifest["shard"].split("/")))
+        if not _is_sound(manifest):
+            raise ValueError
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{path} is not the manifest of a prepared folder; name folders made with --shard") from None
-    return _Shard(folder, manifest, number, num_shards)
+    return shard
+
+
+def _is_sound(manifest: dict[str, Any]) -> bool:
+    """Whether what is used of a manifest is of its kind; the names of splits become those of files."""
+    counts = _counts(manifest)
+    numbers = [number for split in counts.splits.values() for number in asdict(split).values()]
+    numbers += [counts.blank, *counts.skipped.values()]
+    strings = [manifest[key] for key in ("version", "source")] + [manifest["tokenizer"]["sha256"]]
+    strings += [manifest["splits"][name]["bin_sha256"] for name, split in counts.splits.items() if split.documents]
+    return (
+        set(counts.splits) <= {TRAIN, VALIDATION}
+        and set(counts.skipped) == set(BAD_KINDS)
+        and all(type(number) is int and number >= 0 for number in numbers)
+        and all(isinstance(string, str) for string in strings)
+        and all(isinstance(file["path"], str) and type(file["bytes"]) is int for file in manifest["inputs"])
+        and type(manifest["options"]["validation_fraction"]) is float
+    )
 
 
 def _counts(manifest: dict[str, Any]) -> Counts:
@@ -101,9 +125,13 @@ def _merge(shards: Sequence[_Shard], whole: Path, progress: Progress) -> dict[st
     if tokenizer.digest != manifest["tokenizer"]["sha256"]:
         raise RunError(f"{shards[0].folder}: the tokenizer is not the one of {MANIFEST_FILE}; make the shard again")
     pieces = {name: [_piece(shard, name) for shard in shards if _documents(shard, name)] for name in counts.splits}
-    origin = Origin(**{key: manifest[key] for key in ("version", "source", "inputs", "options")}, shard="1/1")
     skipped = [shard.folder / SKIPPED_FILE for shard in shards]
-    return write_folder(whole, tokenizer, pieces, skipped, counts, origin, progress)
+    return write_folder(whole, tokenizer, pieces, skipped, counts, _origin(shards[0]), progress)
+
+
+def _origin(shard: _Shard) -> Origin:
+    """What the manifest of the whole says of where it came from."""
+    return Origin(**{key: shard.manifest[key] for key in ("version", "source", "inputs", "options")}, shard="1/1")
 
 
 def _documents(shard: _Shard, split: str) -> int:

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -89,7 +89,7 @@ class Counts:
 
     Attributes:
         splits: by name.
-        blank: documents of nothing but white space, which are left out.
+        blank: documents of nothing but white space, or without a token, which are left out.
         skipped: what gave no document, by kind.
     """
 
@@ -177,6 +177,14 @@ def batches(documents: Iterator[tuple[str, Document]]) -> Iterator[dict[str, lis
         yield batch
 
 
+def encoded(documents: Sequence[Document], tokenizer: Tokenizer, counts: Counts) -> list[tuple[Document, list[int]]]:
+    """Documents and their ids. What the tokenizer makes nothing of, as some do of control characters, is blank too."""
+    ids = tokenizer.encode_batch([document.text for document in documents])
+    kept = [(document, each) for document, each in zip(documents, ids, strict=True) if each]
+    counts.blank += len(documents) - len(kept)
+    return kept
+
+
 @lru_cache(maxsize=1)
 def _tokenizer(folder: str, sha256: str) -> Tokenizer:
     """The tokenizer of this process: a worker loads it once."""
@@ -228,12 +236,14 @@ def _encode(task: Task, tokenizer: Tokenizer, folder: Path, advance: Callable[[i
             )
             for split in counts.splits
         }
-        skipped = stack.enter_context(open(folder / SKIPPED_FILE, "w", encoding="utf-8"))
+        # The name of a file may be no UTF-8; it then stands there as in JSON's own escapes.
+        skipped = stack.enter_context(open(folder / SKIPPED_FILE, "w", encoding="utf-8", errors="backslashreplace"))
         documents = labelled_documents(task.part, task.reading, counts, lambda bad: _record(bad, skipped), advance)
         for batch in batches(documents):
             for split, some in batch.items():
-                writers[split].add(tokenizer.encode_batch([document.text for document in some]))
-                counts.splits[split].bytes += sum(len(document.utf8) for document in some)
+                ids = encoded(some, tokenizer, counts)
+                writers[split].add([each for _, each in ids])
+                counts.splits[split].bytes += sum(len(document.utf8) for document, _ in ids)
         for split, writer in writers.items():
             counts.splits[split].documents = writer.documents
             counts.splits[split].tokens = writer.tokens

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from vha_paddle import __version__
 from vha_paddle.data.corpus import builtin_source
 from vha_paddle.data.engines import Advance, Encoded, run_here, run_processes, run_ray
-from vha_paddle.data.folder import Origin, Progress, check_splits, tokenizer_figures, write_folder
+from vha_paddle.data.folder import Origin, Progress, check_splits, finished, tokenizer_figures, write_folder
 from vha_paddle.data.indexed_writer import Piece
 from vha_paddle.data.inputs import (
     BUILTIN_PART,
@@ -135,10 +135,13 @@ def prepare(plan: Plan, progress: Progress = silent) -> dict[str, Any]:
     check_plan(plan)
     source = Input(plan)
     given = None if plan.tokenizer is None else load_tokenizer(plan.tokenizer, plan.eod_token)
+    expected = asdict(_origin(plan, source)) | ({} if given is None else {"tokenizer": tokenizer_figures(given)})
+    times = [(f"its input {file.path}", file.mtime_ns) for file in source.files]
     return make_once(
         plan.out,
         plan.overwrite,
         _job(plan, source, given),
+        lambda: finished(plan.out, expected, times),
         lambda workspace: _prepare(plan, source, given, workspace, progress),
     )
 
@@ -161,9 +164,7 @@ def check_plan(plan: Plan) -> None:
     if plan.workers < 1:
         raise UserError(f"workers {plan.workers} must be at least 1")
     if not 1 <= plan.shard <= plan.num_shards:
-        raise UserError(
-            f"shard {plan.shard}/{plan.num_shards} must be from 1/{plan.num_shards} up; shards count from 1"
-        )
+        raise UserError(f"shard {plan.shard}/{plan.num_shards}: K of K/N must be from 1 to N, and N at least 1")
     if plan.num_shards > 1 and plan.tokenizer is None:
         raise UserError(
             "shards must share one tokenizer, and each would train its own; "
@@ -186,10 +187,26 @@ def _job(plan: Plan, source: Input, tokenizer: Tokenizer | None) -> dict[str, An
     }
 
 
+def _origin(plan: Plan, source: Input) -> Origin:
+    return Origin(
+        version=__version__,
+        source=source.source,
+        inputs=[{"path": file.path, "bytes": file.bytes} for file in source.files],
+        options={
+            "text_key": plan.text_key,
+            "validation_fraction": plan.validation_fraction,
+            "train_tokenizer": plan.train_vocab_size,
+            "on_error": "skip" if plan.skip_bad else "fail",
+            "part_bytes": source.part_bytes,
+        },
+        shard=f"{plan.shard}/{plan.num_shards}",
+    )
+
+
 def _prepare(
     plan: Plan, source: Input, given: Tokenizer | None, workspace: Workspace, progress: Progress
 ) -> dict[str, Any]:
-    """Fill `workspace.whole`."""
+    """Fill `workspace.whole`; returns the content of its manifest."""
     tokenizer = given or _trained(plan, source, workspace.tokenizer, progress)
     save_tokenizer(tokenizer, workspace.tokenizer)
     tasks = [
@@ -226,21 +243,8 @@ def _prepare(
         ]
         for name in counts.splits
     }
-    origin = Origin(
-        version=__version__,
-        source=source.source,
-        inputs=[{"path": file.path, "bytes": file.bytes} for file in source.files],
-        options={
-            "text_key": plan.text_key,
-            "validation_fraction": plan.validation_fraction,
-            "on_error": "skip" if plan.skip_bad else "fail",
-            "part_bytes": source.part_bytes,
-        },
-        shard=f"{plan.shard}/{plan.num_shards}",
-    )
     skipped = [folder / SKIPPED_FILE for folder in folders]
-    content = write_folder(workspace.whole, tokenizer, pieces, skipped, counts, origin, progress)
-    return {"out": str(plan.out), "dry_run": False} | content
+    return write_folder(workspace.whole, tokenizer, pieces, skipped, counts, _origin(plan, source), progress)
 
 
 def _check_policy(plan: Plan, done: dict[int, Counts]) -> None:

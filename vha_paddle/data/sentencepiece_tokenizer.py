@@ -96,7 +96,10 @@ class SentencePieceTokenizer:
         try:
             model_bytes = Path(path).read_bytes()
         except OSError as error:
-            raise UserError(f"tokenizer {path} cannot be read: {error.strerror}") from None
+            raise UserError(
+                f"tokenizer {path} cannot be read: {error.strerror}; "
+                "name a tokenizer.model, a tokenizer.json or a folder with one"
+            ) from None
         return cls(model_bytes, name=f"tokenizer {path}")
 
     @property
@@ -190,6 +193,7 @@ def train_sentencepiece(
         )
     except RuntimeError as error:
         reason = str(error).split("] ")[-1].strip() or str(error).strip()
+        reason = reason.replace(" or decrease character_coverage with --character_coverage option", "")
         raise UserError(f"no tokenizer of {vocab_size} ids can be trained on this text: {reason}") from None
     tokenizer = SentencePieceTokenizer(model.getvalue())
     with atomic_write(out_path) as file:

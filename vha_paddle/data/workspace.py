@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vha_paddle.data.folder import check_out
+from vha_paddle.data.folder import check_name, check_out, difference
 from vha_paddle.data.parts import PART_FILE, Counts, part_folder
 from vha_paddle.errors import RunError, UserError
 from vha_paddle.files import atomic_write, fsync_directory, fsync_tree
@@ -67,16 +67,21 @@ class Workspace:
 
     def _agree(self, job: dict[str, Any]) -> None:
         path = self.folder / "job.json"
-        if path.is_file():
-            difference = _difference(json.loads(path.read_text("utf-8")), job)
-            if difference:
-                raise UserError(
-                    f"{self.folder} holds the unfinished work of another command: {difference}; "
-                    "repeat that command to finish it, or delete the folder to start anew"
-                )
-        else:
+        other = difference(json.loads(path.read_text("utf-8")), job) if path.is_file() else None
+        if other is not None and self._is_worth_keeping():
+            raise UserError(
+                f"{self.folder} holds the unfinished work of another command: {other}; "
+                "repeat that command to finish it, or delete the folder to start anew"
+            )
+        if other is not None or not path.is_file():
+            shutil.rmtree(self.tokenizer, ignore_errors=True)
             with atomic_write(path) as file:
                 file.write(json.dumps(job).encode())
+
+    def _is_worth_keeping(self) -> bool:
+        """Whether a part is done, or all."""
+        done = self.parts.iterdir() if self.parts.is_dir() else ()
+        return self.completed() is not None or any(not path.name.endswith(".tmp") for path in done)
 
     def done(self, num_parts: int) -> dict[int, Counts]:
         """The parts that are done, by number."""
@@ -115,7 +120,7 @@ class Workspace:
 
     def delete(self) -> None:
         """Delete the folder: first its name, so that what a kill leaves is never taken for work to continue."""
-        leftover = self.folder.with_name(f"{self.folder.name}.old")
+        leftover = _leftover(self.folder)
         shutil.rmtree(leftover, ignore_errors=True)
         os.rename(self.folder, leftover)
         shutil.rmtree(leftover)
@@ -125,35 +130,55 @@ class Workspace:
         """Leave the folder to the next run; delete it if nothing in it is worth one."""
         if self._lock.closed:
             return
-        if self.completed() is not None or any(not path.name.endswith(".tmp") for path in self.parts.iterdir()):
+        if self._is_worth_keeping():
             self._lock.close()
         else:
             self.delete()
 
 
 def make_once(
-    out: Path, overwrite: bool, job: dict[str, Any], make: Callable[[Workspace], dict[str, Any]]
+    out: Path,
+    overwrite: bool,
+    job: dict[str, Any],
+    already: Callable[[], dict[str, Any] | None],
+    make: Callable[[Workspace], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Make an output folder, or go on where a run of the same job was killed.
+    """Make an output folder, or go on where a run of the same job was killed; nothing, where one came to its end.
 
     Args:
         job: as `Workspace` takes it.
-        make: fills `whole` and returns the summary; not called where that was done before.
+        already: returns the content of the manifest if `out` holds what the job makes, and None if it holds no data.
+        make: fills `whole` and returns the content of the manifest; not called where that was done before.
 
     Returns:
-        The summary.
+        The summary: the manifest, and before it `out` and whether the folder was complete before.
 
     Raises:
         UserError: as `Workspace` and `check_out`.
         RunError: the folder could not be written.
     """
+    check_name(out)
+    common = {"out": str(out), "dry_run": False}
+
+    def complete_before() -> dict[str, Any] | None:
+        content = None if overwrite else already()
+        return None if content is None else common | {"already_complete": True} | content
+
     try:
+        # Where nothing was left behind, so that it takes no right to write.
+        if not any(folder.exists() for folder in (work_folder(out), _leftover(work_folder(out)))):
+            summary = complete_before()
+            if summary is not None:
+                return summary
         workspace = Workspace(out, job)
         try:
             summary = workspace.completed()
             if summary is None:
+                summary = complete_before()
+                if summary is not None:
+                    return summary
                 check_out(out, overwrite)
-                summary = make(workspace)
+                summary = common | {"already_complete": False} | make(workspace)
                 workspace.complete(summary)
             if workspace.whole.is_dir():
                 check_out(out, overwrite)  # again: hours may have passed
@@ -170,16 +195,6 @@ def work_folder(out: Path) -> Path:
     return out.with_name(f".{out.name}.work")
 
 
-def _difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """The first thing in which two jobs differ, or None."""
-    for key in {**before, **now}:
-        old, new = before.get(key), now.get(key)
-        if old == new:
-            continue
-        if key == "inputs" and isinstance(old, list) and isinstance(new, list):
-            for one, other in zip(old, new, strict=False):
-                if one != other:
-                    return f"its input {one[0]} has another name, size or time of change than {other[0]} now"
-            return f"it has {len(old)} input files, this command {len(new)}"
-        return f"its {key} is {json.dumps(old)}, that of this command {json.dumps(new)}"
-    return None
+def _leftover(folder: Path) -> Path:
+    """The name of a working folder while it is deleted."""
+    return folder.with_name(f"{folder.name}.old")
