@@ -17,7 +17,7 @@ TOOLS = sorted((ROOT / "tools").glob("*.py"))
 
 # A module may import from its own line and from the lines above it.
 ORDER = (
-    ("errors", "files"),
+    ("errors", "files", "contiguous"),
     ("tensor_file", "config", "rounding"),
     ("tensors",),
     ("counts", "names"),
@@ -41,6 +41,7 @@ LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 WITHOUT_PADDLE = {
     "errors",
     "files",
+    "contiguous",
     "config",
     "tensors",
     "counts",

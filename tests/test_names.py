@@ -41,7 +41,7 @@ def test_a_linear_weight_is_transposed_both_ways(name: str, shape: tuple[int, in
     there_name, there = alone(name, ours)
     back = from_hf(name, shape, {name: there})
     assert there_name == name
-    assert there.flags.c_contiguous and back.flags.c_contiguous
+    assert back.flags.c_contiguous
     assert np.array_equal(back, ours)
     for row in range(shape[0]):
         for column in range(shape[1]):
@@ -67,7 +67,6 @@ def test_the_experts_of_a_layer_become_one_matrix_each(part: str, shape: tuple[i
     theirs = dict(to_hf(name, ours))
     assert list(theirs) == [f"model.layers.7.mlp.experts.{expert}.{part}.weight" for expert in range(shape[0])]
     for expert, matrix in enumerate(theirs.values()):
-        assert matrix.flags.c_contiguous
         assert np.array_equal(matrix, ours[expert].T)
     assert np.array_equal(from_hf(name, shape, dict(reversed(theirs.items()))), ours)
 

@@ -78,9 +78,23 @@ def test_a_digest_slower_than_the_disk_is_waited_for(tmp_path: Path, monkeypatch
     assert record.sha256 == sha256((tmp_path / "file").read_bytes()).hexdigest()
 
 
-def test_a_part_that_is_not_contiguous_is_written_in_its_order(tmp_path: Path) -> None:
-    write(tmp_path / "file", {"transposed": ARRAYS["matrix"].T})
-    assert np.array_equal(read_tensors(tmp_path / "file").array("transposed"), ARRAYS["matrix"].T)
+@pytest.mark.parametrize("chunk_bytes", [1, 20, 64, 1 << 20])
+def test_a_part_that_is_not_contiguous_is_written_in_its_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    """In chunks of a row, of two rows with some bytes to spare, and in one."""
+    matrix = np.arange(35, dtype=np.float32).reshape(7, 5)
+    monkeypatch.setattr("vha_paddle.tensor_file._CHUNK_BYTES", chunk_bytes)
+    arrays = {
+        "transposed": matrix.T,
+        "every other": matrix[:, ::2],
+        "3 axes": matrix.reshape(7, 5, 1).T,
+        "none": matrix[:0].T,
+    }
+    record = write(tmp_path / "file", arrays)
+    file = read_tensors(tmp_path / "file")
+    assert all(np.array_equal(file.array(name), array) for name, array in arrays.items())
+    assert record.sha256 == hashlib.sha256((tmp_path / "file").read_bytes()).hexdigest()
 
 
 def test_an_array_that_was_not_announced_is_refused(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from typing import Literal
 import numpy as np
 
 from vha_paddle.config import LatentAttention, Model
+from vha_paddle.contiguous import transposed
 from vha_paddle.errors import UserError
 from vha_paddle.tensors import EMBEDDING, FINAL_NORM, LM_HEAD, model_tensors
 
@@ -41,7 +42,6 @@ _OUTER_ROLES: dict[str, Role] = {EMBEDDING: "copied", FINAL_NORM: "copied", LM_H
 _AXES: dict[Role, int] = {"linear": 2, "experts": 3}
 _LAYER_MAPS = {f"self_attn.{name}" for name in VHA_MAPS}
 
-_ROWS_AT_ONCE = 16
 _NAMES_SHOWN = 5  # in an error, which is one line
 _SIMILARITY = 0.8  # of a suggested name; below it two different tensors of one layer pass for each other
 
@@ -176,7 +176,8 @@ def hf_tensors(name: str, shape: Sequence[int], naming: Naming = QWEN3) -> dict[
 
 
 def to_hf(name: str, array: np.ndarray, naming: Naming = QWEN3) -> Iterator[tuple[str, np.ndarray]]:
-    """One tensor of ours as it is named and laid out there: the tensors of `hf_tensors`, one at a time.
+    """One tensor of ours as it is named and laid out there: the tensors of `hf_tensors`, one at a time. A matrix is a
+    view of ours, not in C order: who writes it copies it anyway (`contiguous.py`).
 
     Raises:
         UserError: as `hf_tensors`.
@@ -188,7 +189,7 @@ def to_hf(name: str, array: np.ndarray, naming: Naming = QWEN3) -> Iterator[tupl
     matrices = array if array.ndim == _AXES["experts"] else array[None]
     rows = naming.rows(name, array.shape[-1])
     for hf_name, matrix in zip(names, matrices, strict=True):
-        yield hf_name, transposed(matrix if rows is None else matrix[:, rows])
+        yield hf_name, (matrix if rows is None else matrix[:, rows]).T
 
 
 def from_hf(name: str, shape: Sequence[int], theirs: Mapping[str, np.ndarray], naming: Naming = QWEN3) -> np.ndarray:
@@ -211,15 +212,6 @@ def from_hf(name: str, shape: Sequence[int], theirs: Mapping[str, np.ndarray], n
         return parts[0]
     rows = naming.rows(name, len(parts[0]))
     return transposed(parts[0] if rows is None else parts[0][np.argsort(rows)])
-
-
-def transposed(matrix: np.ndarray) -> np.ndarray:
-    """The transpose, contiguous. A few rows at a time: their columns then fill lines of the cache, and a 16-bit matrix
-    takes a sixth of the time that numpy needs."""
-    result = np.empty(matrix.shape[::-1], matrix.dtype)
-    for first in range(0, len(matrix), _ROWS_AT_ONCE):
-        result[:, first : first + _ROWS_AT_ONCE] = matrix[first : first + _ROWS_AT_ONCE].T
-    return result
 
 
 def account(found: Iterable[str], expected: Iterable[str], source: str) -> None:

@@ -124,7 +124,8 @@ def test_memory_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     one = weights["layers.0"].nbytes
-    assert peak < 8 * one, f"{peak:,} bytes for tensors of {one:,}"  # the digest may be four behind
+    waiting = 8 * one  # smaller than a chunk, of which eight may wait to be written and digested
+    assert peak < waiting + 4 * one < sum(array.nbytes for array in weights.values()) / 2, f"{peak:,} bytes"
 
 
 def test_an_output_that_exists_is_refused(checkpoint: Path, tmp_path: Path) -> None:

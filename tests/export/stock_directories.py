@@ -31,7 +31,10 @@ Arrays = Mapping[str, np.ndarray]
 def hf_arrays(model: Model, weights: Arrays, target: Target) -> dict[str, np.ndarray]:
     """The tensors of a directory, float32."""
     state = convert_state(weights, model, target.model, np.float32, "test")
-    return {there: array for name, ours in state for there, array in to_hf(name, ours, target.naming)}
+    # contiguous: safetensors' own writer writes a view as it lies, without a word
+    return {
+        there: np.ascontiguousarray(array) for name, ours in state for there, array in to_hf(name, ours, target.naming)
+    }
 
 
 def write_stock(directory: Path, model: Model, weights: Arrays) -> Target:

@@ -25,6 +25,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from vha_paddle.contiguous import contiguous
 from vha_paddle.rounding import rounded
 
 BLOCK = 128
@@ -86,7 +87,7 @@ def stored_arrays(name: str, array: Array, quantised: frozenset[str]) -> Iterato
     if name not in quantised:
         yield name, rounded(array, BESIDE)
         return
-    values, scales = quantise(array)
+    values, scales = quantise(contiguous(array))
     yield name, values
     yield scale_name(name), scales
 

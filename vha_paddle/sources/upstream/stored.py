@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from vha_paddle.contiguous import transposed
 from vha_paddle.errors import UserError
-from vha_paddle.names import transposed
 from vha_paddle.sources.base import ROUNDED_FROM
 from vha_paddle.sources.containers import Container, StoredTensor, StoredTensors
 from vha_paddle.sources.upstream.masters import CheckedMasters
