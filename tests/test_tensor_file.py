@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,6 +77,13 @@ def test_a_digest_slower_than_the_disk_is_waited_for(tmp_path: Path, monkeypatch
         patch.setattr("vha_paddle.tensor_file.hashlib.sha256", Slow)
         record = write(tmp_path / "file", ARRAYS)
     assert record.sha256 == sha256((tmp_path / "file").read_bytes()).hexdigest()
+
+
+def test_a_disk_that_takes_a_part_at_a_time_gets_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_some = os.write
+    monkeypatch.setattr("vha_paddle.tensor_file.os.write", lambda file, data: write_some(file, data[:7]))
+    record = write(tmp_path / "file", ARRAYS)
+    assert record.sha256 == hashlib.sha256((tmp_path / "file").read_bytes()).hexdigest()
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 20, 64, 1 << 20])

@@ -21,7 +21,9 @@ _APART = 32  # values between the rows of a tile
 
 def contiguous(array: Array) -> Array:
     """The same values in C order: `array` itself where they are, else a copy."""
-    if array.ndim != 2 or array.flags.c_contiguous or array.strides[0] != array.itemsize or array.itemsize > 8:
+    if array.flags.c_contiguous:
+        return array
+    if array.ndim != 2 or array.strides[0] != array.itemsize or array.itemsize > 8:
         return np.ascontiguousarray(array)
     result = np.empty(array.shape, array.dtype)
     bits = f"u{array.itemsize}"  # numpy copies a dtype that is not its own value by value
