@@ -29,6 +29,20 @@ def fsync_tree(path: Path) -> None:
         fsync_directory(Path(folder))
 
 
+def read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
+    """Fill `buffer` with the bytes of a file from `offset` on; returns how many there were.
+
+    A read may give some of them only, on network file systems and beyond 2 GiB; nothing at all is the end.
+    """
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(descriptor, [buffer[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
 def remove(path: Path) -> None:
     """Remove a directory with all that is in it, a file, or a link, which leaves what it leads to."""
     if path.is_dir() and not path.is_symlink():

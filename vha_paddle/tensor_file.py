@@ -25,6 +25,7 @@ import numpy as np
 
 from vha_paddle.contiguous import contiguous
 from vha_paddle.errors import UserError
+from vha_paddle.files import read_at
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),
@@ -103,15 +104,11 @@ class TensorFile:
         raw = array.reshape(-1).view(np.uint8).data
         try:
             with open(self.path, "rb", buffering=0) as file:
-                file.seek(entry.offset)
-                done = 0
-                while done < len(raw):
-                    count = file.readinto(raw[done:])
-                    if not count:
-                        raise UserError(f"{self.path}: has become shorter while it was read; use another copy")
-                    done += count
+                count = read_at(file.fileno(), raw, entry.offset)
         except OSError as error:
             raise UserError(f"{self.path}: cannot be read ({error.strerror})") from None
+        if count != len(raw):
+            raise UserError(f"{self.path}: has become shorter while it was read; use another copy")
 
     def _entry(self, name: str) -> Entry:
         if name not in self.entries:
@@ -162,18 +159,12 @@ def write_tensors(
 
 def _chunks(array: np.ndarray[Any, Any]) -> Iterator[memoryview]:
     """The bytes in C order, some at a time; so of a matrix that lies otherwise no whole copy comes to be."""
-    if array.ndim == 2 and not array.flags.c_contiguous:
-        rows = max(1, _CHUNK_BYTES // (array.itemsize * array.shape[1]))
-        for start in range(0, len(array), rows):
-            yield _bytes(contiguous(array[start : start + rows]))
-        return
-    raw = _bytes(np.ascontiguousarray(array))
-    for start in range(0, len(raw), _CHUNK_BYTES):
-        yield raw[start : start + _CHUNK_BYTES]
-
-
-def _bytes(array: np.ndarray[Any, Any]) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data  # a scalar has no bytes to view, and bfloat16 no buffer
+    by_rows = array.ndim == 2 and not array.flags.c_contiguous
+    rows = array if by_rows else np.ascontiguousarray(array).reshape(-1)
+    count = max(1, _CHUNK_BYTES // (rows.itemsize * math.prod(rows.shape[1:])))
+    for start in range(0, len(rows), count):
+        chunk = contiguous(rows[start : start + count])
+        yield chunk.reshape(-1).view(np.uint8).data  # bfloat16 has no buffer
 
 
 class _Sink:

@@ -12,7 +12,6 @@ index to build, to cache or to agree on, and memory does not depend on the size 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from vha_paddle.data.blend import Blend
 from vha_paddle.data.indexed import IndexedTokens
 from vha_paddle.data.shuffle import shuffled
 from vha_paddle.errors import RunError, UserError
+from vha_paddle.files import read_at
 
 
 class _Windows:
@@ -61,26 +61,17 @@ class _Windows:
         dtype = self.indexed.tokens.dtype
         windows = np.empty((len(samples), self.sequence_length + 1), dtype)
         for window, sample in zip(windows, samples, strict=True):
-            if not self._fill(memoryview(window).cast("B"), sample * self.sequence_length * dtype.itemsize):
+            offset = sample * self.sequence_length * dtype.itemsize
+            try:
+                count = read_at(self._file.fileno(), memoryview(window).cast("B"), offset)
+            except OSError as error:
+                raise RunError(f"{self.indexed.bin_path}: cannot be read ({error.strerror})") from None
+            if count != window.nbytes:
                 raise RunError(
                     f"{self.indexed.bin_path}: ends within sample {sample}; it is shorter than when the run started"
                 )
         self._check_vocabulary(windows, samples)
         return windows
-
-    def _fill(self, window: memoryview, offset: int) -> bool:
-        """Whether the file has so many bytes from `offset` on. A network file system may give some of them at a time,
-        so only nothing at all is the end."""
-        done = 0
-        while done < len(window):
-            try:
-                count = os.preadv(self._file.fileno(), [window[done:]], offset + done)
-            except OSError as error:
-                raise RunError(f"{self.indexed.bin_path}: cannot be read ({error.strerror})") from None
-            if count == 0:
-                return False
-            done += count
-        return True
 
     def _check_vocabulary(self, windows: np.ndarray, samples: Sequence[int]) -> None:
         unsigned = windows.view(f"<u{windows.itemsize}")  # a negative one is very large

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from vha_paddle.errors import UserError
+from vha_paddle.files import read_at
 from vha_paddle.sources.base import Source
 
 _CHUNK_BYTES = 16 << 20
@@ -76,11 +77,4 @@ class Digests:
 def _chunk(path: os.PathLike[str], start: int, buffer: memoryview) -> memoryview:
     """Some bytes of a file, up to its end."""
     with open(path, "rb", buffering=0) as file:
-        file.seek(start)
-        done = 0
-        while done < len(buffer):
-            count = file.readinto(buffer[done:])
-            if not count:
-                break
-            done += count
-    return buffer[:done]
+        return buffer[: read_at(file.fileno(), buffer, start)]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from vha_paddle.errors import UserError
+from vha_paddle.files import read_at
 
 
 def names_in(folder: Path) -> list[str]:
@@ -50,16 +51,13 @@ class DiskFile:
             UserError: the file cannot be read, or has become shorter than it was.
         """
         raw = target.reshape(-1).view(np.uint8).data
-        done = 0
         try:
             with open(self.path, "rb", buffering=0) as file:
-                while done < len(raw):  # Linux reads at most 2 GiB at a time
-                    count = os.preadv(file.fileno(), [raw[done:]], offset + done)
-                    if count == 0:
-                        raise UserError(f"{self.path}: became shorter while it was read; copy it again")
-                    done += count
+                count = read_at(file.fileno(), raw, offset)
         except OSError as error:
             raise UserError(f"{self.path}: cannot be read ({error.strerror})") from None
+        if count != len(raw):
+            raise UserError(f"{self.path}: became shorter while it was read; copy it again")
 
     def read(self, offset: int, count: int) -> bytes:
         """`count` bytes, which must be few, from `offset` on.
