@@ -68,7 +68,7 @@ class IndexedTokens:
             self._check_manifest(self.manifest, manifest_path)
         if tokenizer_sha256 is not None:
             self._check_tokenizer(tokenizer_sha256)
-        self._sampled = None if vocab_size is None else self._look_at_tokens()
+        self._seen_sha256 = None if vocab_size is None else self._look_at_tokens()
 
     @property
     def num_tokens(self) -> int:
@@ -80,14 +80,16 @@ class IndexedTokens:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of the .bin: the manifest's, or computed from the file (once, about 1 GB/s).
+        """sha256 of the .bin: the manifest's, or computed from the file (once, about 1 GB/s; while its tokens are
+        looked at, if all are).
 
         A large file with a manifest is not read through, so a `+` follows, and the sha256 of the sample of it that was
         looked at: data that took its place are told from it though the manifest stayed.
         """
+        seen = self._seen_sha256
         if self.manifest is None:
-            return file_sha256(self.bin_path)
-        return self.manifest.bin_sha256 + ("" if self._sampled is None else f"+{self._sampled}")
+            return seen if seen is not None and not self._is_sampled else file_sha256(self.bin_path)
+        return self.manifest.bin_sha256 + (f"+{seen}" if seen is not None and self._is_sampled else "")
 
     def chunks(self) -> Iterator[np.ndarray]:
         """The token stream in consecutive pieces that fit in memory.
@@ -130,22 +132,25 @@ class IndexedTokens:
                 f"{expected}; use the tokenizer.model that lies beside the data, or prepare the data again"
             )
 
-    def _look_at_tokens(self) -> str | None:
-        """Look at all tokens, or of a large file at a sample, whose digest is returned."""
+    @property
+    def _is_sampled(self) -> bool:
+        """Whether there are too many tokens to look at all of them."""
+        return self.num_tokens >= 2 * _MOST_SCANNED
+
+    def _look_at_tokens(self) -> str:
+        """Look at all tokens, or of a large file at a sample; returns the digest of what was looked at."""
         step = _CHUNK * max(1, self.num_tokens // _MOST_SCANNED)
-        is_sample = step > _CHUNK
-        starts = [*range(0, self.num_tokens, step), *([self.num_tokens - _CHUNK] if is_sample else [])]
+        starts = [*range(0, self.num_tokens, step), *([self.num_tokens - _CHUNK] if self._is_sampled else [])]
         digest = hashlib.sha256()
         for chunk in self._chunks(starts):
             digest.update(chunk.data)
-        if is_sample:
-            return digest.hexdigest()
-        if self.manifest is not None and digest.hexdigest() != self.manifest.bin_sha256:
+        found = digest.hexdigest()
+        if not self._is_sampled and self.manifest is not None and found != self.manifest.bin_sha256:
             raise UserError(
-                f"{self.bin_path} has sha256 {digest.hexdigest()}, its manifest names {self.manifest.bin_sha256}; it "
-                "was changed or is damaged: restore it or prepare the data again"
+                f"{self.bin_path} has sha256 {found}, its manifest names {self.manifest.bin_sha256}; it was changed or "
+                "is damaged: restore it or prepare the data again"
             )
-        return None
+        return found
 
     def _check_vocabulary(self, chunk: np.ndarray, vocab_size: int) -> None:
         lowest, highest = int(chunk.min()), int(chunk.max())
